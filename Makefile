@@ -1,0 +1,36 @@
+# Everything starts from a clone with Python and make: each target sets up .venv first, once.
+#   make demo    the main job, shown        make test   everything that must pass
+#   make quick   lint and the quick tests   make lint   style, types, floors
+#   make bench   side by side with torch    make clean  remove what the others made
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.ready
+
+.PHONY: demo test quick lint bench setup clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt scripts/setup.sh
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh scripts/setup.sh && touch $@
+
+demo: $(STAMP)
+	@$(BIN)/python examples/demo.py
+
+lint: $(STAMP)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+
+test: lint
+	@$(BIN)/python -m pytest
+
+quick: lint
+	@$(BIN)/python -m pytest -m "not slow"
+
+bench: $(STAMP)
+	@$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) demo-output bench-output .mypy_cache .ruff_cache .pytest_cache .hypothesis

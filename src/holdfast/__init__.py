@@ -1,0 +1,102 @@
+"""Distributed checkpoints for PyTorch: never lost, never wrong, as fast as the hardware.
+
+``import holdfast as dcp`` takes the place of ``import torch.distributed.checkpoint as dcp``.
+
+Importing the package costs milliseconds: every name below is loaded on first use (PEP 562), so that
+programs which only look at a checkpoint never pay for importing torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from holdfast._version import __version__
+
+if TYPE_CHECKING:
+    from holdfast import (
+        api,
+        errors,
+        extension,
+        metadata,
+        planner,
+        stateful,
+        storage,
+        testing,
+    )
+    from holdfast.errors import CheckpointError, CheckpointException
+    from holdfast.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorStorageMetadata,
+    )
+    from holdfast.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+    from holdfast.stateful import Stateful
+    from holdfast.storage import StorageReader, StorageWriter
+
+__all__ = [
+    "BytesStorageMetadata",
+    "CheckpointError",
+    "CheckpointException",
+    "ChunkStorageMetadata",
+    "LoadPlan",
+    "LoadPlanner",
+    "Metadata",
+    "MetadataIndex",
+    "ReadItem",
+    "SavePlan",
+    "SavePlanner",
+    "Stateful",
+    "StorageReader",
+    "StorageWriter",
+    "TensorStorageMetadata",
+    "WriteItem",
+    "__version__",
+    "api",
+    "errors",
+    "extension",
+    "metadata",
+    "planner",
+    "stateful",
+    "storage",
+    "testing",
+]
+
+_HOME = {
+    "BytesStorageMetadata": "metadata",
+    "CheckpointError": "errors",
+    "CheckpointException": "errors",
+    "ChunkStorageMetadata": "metadata",
+    "LoadPlan": "planner",
+    "LoadPlanner": "planner",
+    "Metadata": "metadata",
+    "MetadataIndex": "metadata",
+    "ReadItem": "planner",
+    "SavePlan": "planner",
+    "SavePlanner": "planner",
+    "Stateful": "stateful",
+    "StorageReader": "storage",
+    "StorageWriter": "storage",
+    "TensorStorageMetadata": "metadata",
+    "WriteItem": "planner",
+}
+"""The module that each public name lives in."""
+
+_MODULES = frozenset(
+    ["_extension", "api", "errors", "extension", "metadata", "planner", "stateful", "storage", "testing"]
+)
+"""What ``holdfast.<module>`` gives without an import of its own, as torch's package does."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(f"holdfast.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
+    if name in _MODULES:
+        return importlib.import_module(f"holdfast.{name}")
+    raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

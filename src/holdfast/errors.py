@@ -1,0 +1,261 @@
+"""Every error that Holdfast raises on purpose.
+
+::
+
+    CheckpointError(Exception)
+    ├── UsageError(ValueError)                  arguments that make no sense together
+    ├── PlanError(ValueError)                   what is asked for and what is there do not fit
+    │   ├── MissingKeyError(RuntimeError)
+    │   ├── ShapeMismatchError
+    │   ├── DtypeMismatchError
+    │   └── InvalidPlanError
+    ├── StorageError(RuntimeError)              the storage could not do its part
+    │   ├── CheckpointNotFoundError(FileNotFoundError)
+    │   ├── CheckpointExistsError
+    │   └── IncompleteWriteError
+    ├── IntegrityError(RuntimeError)            the bytes are not the ones that were written
+    │   ├── ChecksumError
+    │   ├── TruncatedFileError(EOFError)
+    │   ├── MetadataFormatError
+    │   └── UnsafeMetadataError
+    ├── ExtensionError(ValueError)              a stream transform cannot be used
+    │   ├── UnknownExtensionError
+    │   └── ExtensionUnavailableError(ImportError)
+    ├── RemoteError                             an error of another process, described in text
+    └── CheckpointException                     one step failed on some ranks
+
+Catch ``CheckpointError`` for all of them. Each class also inherits the builtin that
+``torch.distributed.checkpoint`` raises in its place, so that ``except`` clauses written for it go on
+working. What a message says is in attributes too: ``key``, ``path``, ``rank``, ``expected``, ``found``;
+an attribute that does not apply is None.
+
+Errors pickle, because they travel between ranks and processes.
+"""
+
+import pickle
+import traceback
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointException",
+    "CheckpointExistsError",
+    "CheckpointNotFoundError",
+    "ChecksumError",
+    "DtypeMismatchError",
+    "ExtensionError",
+    "ExtensionUnavailableError",
+    "IncompleteWriteError",
+    "IntegrityError",
+    "InvalidPlanError",
+    "MetadataFormatError",
+    "MissingKeyError",
+    "PlanError",
+    "RemoteError",
+    "ShapeMismatchError",
+    "StorageError",
+    "TruncatedFileError",
+    "UnknownExtensionError",
+    "UnsafeMetadataError",
+    "UsageError",
+]
+
+WRAPPED_EXCEPTION: TypeAlias = tuple[BaseException, traceback.StackSummary]
+"""An error as a rank reports it: the exception, and where it was raised."""
+
+
+class CheckpointError(Exception):
+    """The root of the tree; see the module's drawing.
+
+    Args:
+        message: What happened, to which key, file or rank, found against expected, and what to do.
+        key: The flat name in the checkpoint that it is about.
+        path: The file that it is about, as the user would name it.
+        rank: The rank on which it happened.
+        expected: What should have been there.
+        found: What was there.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        key: str | None = None,
+        path: str | None = None,
+        rank: int | None = None,
+        expected: Any = None,
+        found: Any = None,
+    ) -> None:
+        super().__init__(message)
+        self.key = key
+        self.path = path
+        self.rank = rank
+        self.expected = expected
+        self.found = found
+
+
+class UsageError(CheckpointError, ValueError):
+    """The arguments of a call make no sense, alone or together."""
+
+
+class PlanError(CheckpointError, ValueError):
+    """What the caller wants to save or load does not fit what is there."""
+
+
+class MissingKeyError(PlanError, RuntimeError):
+    """The checkpoint has no such key."""
+
+
+class ShapeMismatchError(PlanError):
+    """The tensor in the checkpoint has another shape than its destination."""
+
+
+class DtypeMismatchError(PlanError):
+    """The tensor in the checkpoint has a dtype that must not be cast into its destination's."""
+
+
+class InvalidPlanError(PlanError):
+    """A plan is wrong in itself: chunks overlap, leave a gap, or reach outside their tensor."""
+
+
+class StorageError(CheckpointError, RuntimeError):
+    """The storage could not do what was asked; nothing was committed."""
+
+
+class CheckpointNotFoundError(StorageError, FileNotFoundError):
+    """There is no complete checkpoint at that place."""
+
+
+class CheckpointExistsError(StorageError):
+    """There is a checkpoint already, and the caller asked not to replace it."""
+
+
+class IncompleteWriteError(StorageError):
+    """Not every planned item was written exactly once with its planned size; nothing was committed."""
+
+
+class IntegrityError(CheckpointError, RuntimeError):
+    """The bytes read are not the bytes that were written."""
+
+
+class ChecksumError(IntegrityError):
+    """A block's checksum is not the recorded one."""
+
+
+class TruncatedFileError(IntegrityError, EOFError):
+    """A file ends before the bytes that it should hold."""
+
+
+class MetadataFormatError(IntegrityError):
+    """A checkpoint's metadata is damaged, or of a format that this version does not know."""
+
+
+class UnsafeMetadataError(IntegrityError):
+    """A checkpoint asks for code to be run. Nothing of it was."""
+
+
+class ExtensionError(CheckpointError, ValueError):
+    """A stream transform cannot be used as its descriptor asks."""
+
+
+class UnknownExtensionError(ExtensionError):
+    """No registered extension has that name, or none of that name knows that version."""
+
+
+class ExtensionUnavailableError(ExtensionError, ImportError):
+    """The extension is known, but a package that it needs is not installed."""
+
+
+class RemoteError(CheckpointError):
+    """Stands for an exception of another rank or process that could not be pickled.
+
+    Attributes:
+        type_name: The qualified name of the exception's class.
+    """
+
+    def __init__(self, message: str = "", *, type_name: str = "", **details: Any) -> None:
+        super().__init__(message, **details)
+        self.type_name = type_name
+
+    @classmethod
+    def from_exception(cls, error: BaseException) -> "RemoteError":
+        """Describe ``error`` in text. Never raises, whatever ``error`` does when it is printed."""
+        type_name = f"{type(error).__module__}.{type(error).__qualname__}"
+        try:
+            text = str(error)
+        except Exception as failure:  # noqa: BLE001 - a stranger's __str__ may raise anything
+            text = f"<its message could not be made: {type(failure).__name__}>"
+        return cls(f"{type_name}: {text}", type_name=type_name)
+
+
+class CheckpointException(CheckpointError):  # noqa: N818 - the name is torch's
+    """One step of a save or a load failed, on one rank or several; every rank raises this.
+
+    It derives from ``Exception``; torch's class of that name derives from ``BaseException``, so that
+    ``except Exception`` misses it. Interrupts are never wrapped in it.
+
+    Args:
+        msg: What was being done.
+        failures: For each rank that failed, the exception and the stack summary of where it was raised.
+        step: The step of the save or load that failed, such as ``"plan"`` or ``"write"``.
+    """
+
+    def __init__(
+        self, msg: str, failures: Mapping[int, WRAPPED_EXCEPTION], *, step: str | None = None
+    ) -> None:
+        super().__init__(msg)
+        # torch keeps both in args, and people read them there.
+        self.args = (msg, dict(failures))
+        self.step = step
+        self._failures = dict(failures)
+
+    @property
+    def failures(self) -> dict[int, WRAPPED_EXCEPTION]:
+        """The failed ranks, each with its exception and the stack summary of where it was raised."""
+        return self._failures
+
+    def __str__(self) -> str:
+        ranks = ", ".join(str(rank) for rank in sorted(self._failures))
+        noun = "rank" if len(self._failures) == 1 else "ranks"
+        lines = [f"{self.args[0]} (failed on {noun} {ranks})" if self._failures else str(self.args[0])]
+        for rank, (error, trace) in sorted(self._failures.items()):
+            lines.append(f"rank {rank}: {''.join(_describe(error)).rstrip()}")
+            if trace:
+                lines.append("".join(traceback.format_list(trace)).rstrip())
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        portable = {
+            rank: (_portable(error), _portable_trace(t)) for rank, (error, t) in self._failures.items()
+        }
+        return _rebuild_exception, (type(self), self.args[0], portable, self.step)
+
+
+def _rebuild_exception(
+    cls: type[CheckpointException], msg: str, failures: dict[int, WRAPPED_EXCEPTION], step: str | None
+) -> CheckpointException:
+    return cls(msg, failures, step=step)
+
+
+def _describe(error: BaseException) -> list[str]:
+    try:
+        return traceback.format_exception_only(type(error), error)
+    except Exception:  # noqa: BLE001 - a stranger's __str__ may raise anything
+        return [str(RemoteError.from_exception(error))]
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The error itself where it survives a pickle round trip, else a description of it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - __reduce__ and __init__ of strangers may raise anything
+        return RemoteError.from_exception(error)
+    return error
+
+
+def _portable_trace(trace: traceback.StackSummary | None) -> Any:
+    # From Python 3.13 on a frame summary holds its code object, which cannot be pickled.
+    if trace is None:
+        return None
+    return traceback.StackSummary.from_list([(f.filename, f.lineno or 0, f.name, f.line) for f in trace])

@@ -1,0 +1,60 @@
+"""For people who test programs and plugins that use Holdfast; nothing here is used by the package itself.
+
+The contract suites need pytest: ``pip install holdfast[testing]``. Subclass one, say how to make the thing
+to be tested, and pytest runs the whole suite on it; ``docs/testing.md`` shows how.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.testing.decorators import with_checkpoint_logging, with_temp_dir
+    from holdfast.testing.drive import drive_load, drive_save
+    from holdfast.testing.plain_planner import PlainLoadPlanner, PlainSavePlanner
+    from holdfast.testing.planner_contract import PlannerContract
+    from holdfast.testing.rot13 import Rot13Example, get_test_extension_registry
+    from holdfast.testing.storage_contract import StorageContract
+    from holdfast.testing.store_contract import StoreContract
+    from holdfast.testing.transform_contract import TransformContract
+
+__all__ = [
+    "PlainLoadPlanner",
+    "PlainSavePlanner",
+    "PlannerContract",
+    "Rot13Example",
+    "StorageContract",
+    "StoreContract",
+    "TransformContract",
+    "drive_load",
+    "drive_save",
+    "get_test_extension_registry",
+    "with_checkpoint_logging",
+    "with_temp_dir",
+]
+
+_HOME = {
+    "PlainLoadPlanner": "plain_planner",
+    "PlainSavePlanner": "plain_planner",
+    "PlannerContract": "planner_contract",
+    "Rot13Example": "rot13",
+    "StorageContract": "storage_contract",
+    "StoreContract": "store_contract",
+    "TransformContract": "transform_contract",
+    "drive_load": "drive",
+    "drive_save": "drive",
+    "get_test_extension_registry": "rot13",
+    "with_checkpoint_logging": "decorators",
+    "with_temp_dir": "decorators",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'holdfast.testing' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"holdfast.testing.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

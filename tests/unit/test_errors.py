@@ -1,0 +1,97 @@
+import inspect
+import pickle
+import traceback
+
+import pytest
+
+from holdfast import errors
+from holdfast.errors import CheckpointError, CheckpointException, RemoteError
+
+PLAIN = [
+    error
+    for _, error in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(error, CheckpointError) and error is not CheckpointException
+]
+
+
+class Unpicklable(Exception):
+    def __reduce__(self) -> str:
+        raise TypeError("not through this door")
+
+
+class NeedsTwoArguments(Exception):
+    def __init__(self, a: str, b: str) -> None:
+        super().__init__(f"{a}{b}")
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def caught(error: BaseException) -> errors.WRAPPED_EXCEPTION:
+    try:
+        raise error
+    except BaseException as raised:
+        return raised, traceback.extract_tb(raised.__traceback__)
+
+
+@pytest.mark.parametrize("cls", PLAIN)
+def test_every_error_pickles_with_its_attributes(cls: type[CheckpointError]) -> None:
+    error = cls("what happened", key="a.b", path="f", rank=3, expected=1, found=2)
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is cls
+    assert str(again) == "what happened"
+    assert vars(again) == vars(error)
+
+
+@pytest.mark.parametrize(
+    ("cls", "builtin"),
+    [
+        (errors.UsageError, ValueError),
+        (errors.MissingKeyError, RuntimeError),
+        (errors.ShapeMismatchError, ValueError),
+        (errors.CheckpointNotFoundError, FileNotFoundError),
+        (errors.CheckpointExistsError, RuntimeError),
+        (errors.TruncatedFileError, EOFError),
+        (errors.UnknownExtensionError, ValueError),
+        (errors.ExtensionUnavailableError, ImportError),
+    ],
+)
+def test_except_clauses_written_for_torch_still_catch(
+    cls: type[CheckpointError], builtin: type[Exception]
+) -> None:
+    with pytest.raises(builtin, match="what happened"):
+        raise cls("what happened")
+
+
+def test_every_class_is_listed_and_drawn() -> None:
+    for cls in (*PLAIN, CheckpointException):
+        assert cls.__name__ in errors.__all__
+        assert errors.__doc__ is not None
+        assert cls.__name__ in errors.__doc__
+
+
+def test_a_failed_step_is_an_exception_that_names_ranks_causes_and_places() -> None:
+    error = CheckpointException("write", {2: caught(OSError(28, "No space left")), 0: caught(KeyError("k"))})
+    assert isinstance(error, Exception)
+    assert "ranks 0, 2" in str(error)
+    assert "No space left" in str(error)
+    assert "test_errors.py" in str(error)
+    assert error.failures[2][0].errno == 28  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("cause", [Unpicklable("secret"), NeedsTwoArguments("a", "b")])
+def test_a_failed_step_pickles_whatever_its_cause(cause: Exception) -> None:
+    error = CheckpointException("read", {1: caught(cause)}, step="read")
+    again = pickle.loads(pickle.dumps(error))
+    described, trace = again.failures[1]
+    assert isinstance(described, RemoteError)
+    assert type(cause).__name__ in described.type_name
+    assert trace[-1].name == "caught"
+    assert again.step == "read"
+    assert type(cause).__name__ in str(again)
+
+
+def test_a_failed_step_prints_whatever_its_cause() -> None:
+    assert "Unprintable" in str(CheckpointException("read", {1: caught(Unprintable())}))
