@@ -1,0 +1,1 @@
+"""Bytes in and out: stores, files, and the streams that transform them."""

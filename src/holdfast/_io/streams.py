@@ -1,0 +1,64 @@
+"""Dealings with byte streams of which nothing is known but that they are file objects."""
+
+import errno
+from typing import IO
+
+from typing_extensions import Buffer
+
+
+def byte_view(buffer: Buffer) -> memoryview:
+    """The memory of ``buffer`` as a flat run of bytes, whatever its items are; nothing is copied.
+
+    Release the view (``with byte_view(b) as view``) so that the owner can resize its memory again.
+
+    Raises:
+        BufferError: The memory is not C-contiguous.
+    """
+    view = memoryview(buffer)
+    if view.nbytes == 0:
+        # An array with a zero in its shape cannot be cast, and has no memory to show.
+        return memoryview(b"")
+    if not view.c_contiguous:
+        raise BufferError(
+            "a C-contiguous buffer is needed, this one has gaps or another order; copy it first"
+        )
+    return view.cast("B")
+
+
+def write_all(output: IO[bytes], data: bytes) -> None:
+    """Write every byte of ``data``, also to a raw stream that takes only a part at a time.
+
+    Raises:
+        BlockingIOError: ``output`` is non-blocking and full; ``characters_written`` tells how far it got.
+        OSError: ``output`` takes no more bytes, or claims to have taken more than it was given.
+    """
+    done = output.write(data)
+    total = len(data)
+    if done == total:
+        return
+    written = 0
+    with memoryview(data) as view:
+        while True:
+            if done is None:
+                # Taking None for success would lose bytes silently where it means "nothing was written".
+                raise BlockingIOError(
+                    errno.EAGAIN,
+                    "the output took no bytes now (write returned None); use a blocking one",
+                    written,
+                )
+            if not 0 < done <= total - written:
+                raise OSError(
+                    errno.EIO,
+                    f"the output reports {done} of {total - written} bytes written; it must make progress",
+                )
+            written += done
+            if written == total:
+                return
+            with view[written:] as rest:
+                done = output.write(rest)
+
+
+def stream_name(stream: IO[bytes]) -> str | None:
+    """The path under which ``stream`` was opened, where it tells."""
+    name = getattr(stream, "name", None)
+    return name if isinstance(name, str) else None
