@@ -1,0 +1,233 @@
+"""Owns the proof that boxes cover a shape: exactly once for a save, at least once for a load."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import prod
+from operator import add, itemgetter, lt, sub
+from typing import Any, Literal, TypeVar
+
+from holdfast._geometry.boxes import Box, contains, intersect, volume
+
+# Two piles of n equal boxes overlap in n * n pairs; nobody reads more than a few.
+_MOST_PROBLEMS = 16
+
+_Corner = tuple[int, ...]
+_Span = tuple[_Corner, _Corner]  # first corner, and the corner after the last element
+_S = TypeVar("_S", bound=tuple[Any, ...])  # a span, with or without something after its corners
+
+
+@dataclass(frozen=True)
+class CoverProblem:
+    """One way in which boxes fail to cover a shape exactly once; ``str`` says it in words.
+
+    Attributes:
+        kind: ``"out of bounds"``, ``"overlap"`` or ``"gap"``.
+        indices: The boxes at fault, as positions in the sequence that was checked.
+        place: The box out of bounds, the elements covered twice, or a box of which nothing is covered.
+        missing: For a gap, how many elements are covered by no box, or 0 where overlaps hide the number.
+    """
+
+    kind: Literal["out of bounds", "overlap", "gap"]
+    indices: tuple[int, ...]
+    place: Box
+    missing: int = 0
+
+    def __str__(self) -> str:
+        where = f"offsets {self.place.offsets}, lengths {self.place.lengths}"
+        if self.kind == "out of bounds":
+            return f"chunk {self.indices[0]} ({where}) is out of bounds"
+        if self.kind == "overlap":
+            return f"chunks {self.indices[0]} and {self.indices[1]} overlap at {where}"
+        count = f"{self.missing} elements are" if self.missing else "at least one element is"
+        return f"{count} in no chunk, among them {where}"
+
+
+def check_cover(shape: Sequence[int], boxes: Sequence[Box]) -> list[CoverProblem]:
+    """Whether the boxes cover every element of the shape exactly once: an empty list if so.
+
+    Exact for any boxes. Costs n log n for what shardings make: slices along any dimension, grids of any
+    raggedness, nested splits. Boxes out of bounds are reported alone, as nothing else can be said then.
+    At most 16 overlaps are listed.
+    """
+    if _is_grid(shape, boxes):
+        return []
+    outside = [i for i, box in enumerate(boxes) if not contains(shape, box.offsets, box.lengths)]
+    if outside:
+        return [
+            CoverProblem("out of bounds", (i,), Box(*map(tuple, boxes[i]))) for i in outside[:_MOST_PROBLEMS]
+        ]
+    total = volume(shape)
+    surplus = sum([prod(box.lengths) for box in boxes]) - total
+    hole = cover_of(shape, boxes)
+    if surplus == 0 and hole is None:
+        # As many elements as the shape has, and each of its elements among them: none can be there twice.
+        return []
+    overlaps = _find_overlaps(boxes)
+    if hole is None:
+        return overlaps
+    gap = CoverProblem("gap", (), hole, missing=0 if overlaps else -surplus)
+    return [*overlaps, gap]
+
+
+def _is_grid(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether the boxes are all cells of one grid over the shape; False proves nothing.
+
+    The usual case, at half a microsecond a box where the general search takes 4.
+    """
+    cells = most_intervals = 1
+    try:
+        columns = [
+            *zip(
+                shape,
+                zip(*[box[0] for box in boxes], strict=True),
+                zip(*[box[1] for box in boxes], strict=True),
+                strict=True,
+            )
+        ]
+    except ValueError:  # not all of one number of dimensions
+        return False
+    for size, offsets, lengths in columns:
+        reach = 0
+        intervals = set(zip(offsets, lengths, strict=True))
+        for offset, length in sorted(intervals):
+            if offset != reach or length <= 0:
+                return False
+            reach += length
+        if reach != size:
+            return False
+        cells *= len(intervals)
+        most_intervals = max(most_intervals, len(intervals))
+    # Different cells of the grid, and as many as it has: each of them once. Where one dimension alone tells
+    # all boxes apart, hashing them is saved.
+    return cells == len(boxes) and (most_intervals == cells or len(set(boxes)) == cells)
+
+
+def cover_of(dest_lengths: Sequence[int], boxes: Iterable[Box]) -> Box | None:
+    """A box of the destination of which nothing is in any of ``boxes``, or None if all of it is covered.
+
+    None is the proof that writing these boxes writes every element. Boxes may overlap each other and may
+    reach over the destination's edge; each has the destination's number of dimensions.
+    """
+    low = (0,) * len(dest_lengths)
+    high = tuple(dest_lengths)
+    if 0 in high:
+        return None
+    spans: list[_Span] = []
+    for offsets, lengths in boxes:
+        ends = tuple(map(add, offsets, lengths))
+        if any(map(lt, offsets, low)) or any(map(lt, high, ends)):
+            offsets, ends = tuple(map(max, offsets, low)), tuple(map(min, ends, high))  # noqa: PLW2901
+        if all(map(lt, offsets, ends)):
+            spans.append((tuple(offsets), ends))
+    return _find_hole(low, high, spans)
+
+
+def _find_hole(low: _Corner, high: _Corner, spans: list[_Span]) -> Box | None:
+    """Look for uncovered elements between ``low`` and ``high``; spans lie inside and are not empty.
+
+    The region is cut where no span is cut by it, into slabs, and each slab along the next dimension.
+    Spans that cannot be told apart so (overlaps, pinwheels) are cut in two at an edge of one of them.
+    """
+    regions = [((low, high), spans)]
+    while regions:
+        region, spans = regions.pop()
+        low, high = region
+        if not spans:
+            return Box(low, tuple(map(sub, high, low)))
+        if region in spans:
+            continue
+        for dim in range(len(low)):
+            slabs = _cut_into_slabs(low[dim], high[dim], dim, spans)
+            if len(slabs) > 1:
+                regions += [(_narrow(region, dim, begin, end), inside) for begin, end, inside in slabs]
+                break
+        else:
+            regions += _split_at_an_edge(region, spans)
+    return None
+
+
+def _cut_into_slabs(low: int, high: int, dim: int, spans: list[_S]) -> list[tuple[int, int, list[_S]]]:
+    """Cut along ``dim`` wherever no span is in the way; a slab without spans is a hole."""
+    slabs: list[tuple[int, int, list[_S]]] = []
+    inside: list[_S] = []
+    begin = reach = low
+    for start, end, span in sorted([(s[0][dim], s[1][dim], s) for s in spans], key=itemgetter(0)):
+        if start >= reach and start > low:
+            if inside:
+                slabs.append((begin, reach, inside))
+                inside = []
+            if start > reach:
+                slabs.append((reach, start, []))
+            begin = start
+        inside.append(span)
+        reach = max(reach, end)
+    slabs.append((begin, reach, inside))
+    if reach < high:
+        slabs.append((reach, high, []))
+    return slabs
+
+
+def _narrow(region: _Span, dim: int, begin: int, end: int) -> _Span:
+    low, high = region
+    return (*low[:dim], begin, *low[dim + 1 :]), (*high[:dim], end, *high[dim + 1 :])
+
+
+def _split_at_an_edge(region: _Span, spans: list[_Span]) -> Iterator[tuple[_Span, list[_Span]]]:
+    """Cut the region in two at the middle one of the edges inside it, and each span with it."""
+    low, high = region
+    edges_by_dim = [
+        sorted({edge for span in spans for edge in (span[0][d], span[1][d]) if low[d] < edge < high[d]})
+        for d in range(len(low))
+    ]
+    dim = max(range(len(low)), key=lambda d: len(edges_by_dim[d]))
+    # No span is the whole region, so one of them has an edge inside it.
+    edge = edges_by_dim[dim][len(edges_by_dim[dim]) // 2]
+    for begin, end in ((low[dim], edge), (edge, high[dim])):
+        part = [
+            _narrow(span, dim, max(span[0][dim], begin), min(span[1][dim], end))
+            for span in spans
+            if span[0][dim] < end and span[1][dim] > begin
+        ]
+        yield _narrow(region, dim, begin, end), part
+
+
+def _find_overlaps(boxes: Sequence[Box]) -> list[CoverProblem]:
+    """The first pairs of boxes that share an element; the boxes lie in one shape.
+
+    Boxes on two sides of a cut cannot overlap, so pairs are tried only inside what no cut divides.
+    """
+    spans = [
+        (tuple(offsets), tuple(map(add, offsets, lengths)), i)
+        for i, (offsets, lengths) in enumerate(boxes)
+        if 0 not in lengths
+    ]
+    problems: list[CoverProblem] = []
+    groups = [spans] if spans else []
+    while groups and len(problems) < _MOST_PROBLEMS:
+        group = groups.pop()
+        for dim in range(len(group[0][0]) if len(group) > 1 else 0):
+            parts = [inside for _, _, inside in _cut_into_slabs(0, 0, dim, group) if inside]
+            if len(parts) > 1:
+                groups += parts
+                break
+        else:
+            problems += islice(_overlapping_pairs(boxes, group), _MOST_PROBLEMS - len(problems))
+    return problems
+
+
+def _overlapping_pairs(
+    boxes: Sequence[Box], group: list[tuple[_Corner, _Corner, int]]
+) -> Iterator[CoverProblem]:
+    # The dimension with most starts keeps the list of boxes that are still open short.
+    dim = max(range(len(group[0][0])), key=lambda d: len({span[0][d] for span in group}), default=None)
+    still_open: list[tuple[_Corner, _Corner, int]] = []
+    for span in group if dim is None else sorted(group, key=lambda span: span[0][dim]):
+        if dim is not None:
+            still_open = [other for other in still_open if other[1][dim] > span[0][dim]]
+        for other in still_open:
+            shared = intersect(boxes[span[2]], boxes[other[2]])
+            if shared is not None:
+                first, second = sorted((span[2], other[2]))
+                yield CoverProblem("overlap", (first, second), shared)
+        still_open.append(span)
