@@ -14,15 +14,22 @@ from holdfast._version import __version__
 if TYPE_CHECKING:
     from holdfast import (
         api,
+        default_planner,
         errors,
         extension,
+        filesystem,
         metadata,
         planner,
+        state_dict,
+        state_dict_loader,
+        state_dict_saver,
         stateful,
         storage,
         testing,
     )
+    from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
     from holdfast.errors import CheckpointError, CheckpointException
+    from holdfast.filesystem import FileSystemReader, FileSystemWriter
     from holdfast.metadata import (
         BytesStorageMetadata,
         ChunkStorageMetadata,
@@ -31,6 +38,8 @@ if TYPE_CHECKING:
         TensorStorageMetadata,
     )
     from holdfast.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+    from holdfast.state_dict_loader import load, load_state_dict
+    from holdfast.state_dict_saver import save, save_state_dict
     from holdfast.stateful import Stateful
     from holdfast.storage import StorageReader, StorageWriter
 
@@ -39,6 +48,10 @@ __all__ = [
     "CheckpointError",
     "CheckpointException",
     "ChunkStorageMetadata",
+    "DefaultLoadPlanner",
+    "DefaultSavePlanner",
+    "FileSystemReader",
+    "FileSystemWriter",
     "LoadPlan",
     "LoadPlanner",
     "Metadata",
@@ -53,10 +66,19 @@ __all__ = [
     "WriteItem",
     "__version__",
     "api",
+    "default_planner",
     "errors",
     "extension",
+    "filesystem",
+    "load",
+    "load_state_dict",
     "metadata",
     "planner",
+    "save",
+    "save_state_dict",
+    "state_dict",
+    "state_dict_loader",
+    "state_dict_saver",
     "stateful",
     "storage",
     "testing",
@@ -67,6 +89,10 @@ _HOME = {
     "CheckpointError": "errors",
     "CheckpointException": "errors",
     "ChunkStorageMetadata": "metadata",
+    "DefaultLoadPlanner": "default_planner",
+    "DefaultSavePlanner": "default_planner",
+    "FileSystemReader": "filesystem",
+    "FileSystemWriter": "filesystem",
     "LoadPlan": "planner",
     "LoadPlanner": "planner",
     "Metadata": "metadata",
@@ -79,12 +105,14 @@ _HOME = {
     "StorageWriter": "storage",
     "TensorStorageMetadata": "metadata",
     "WriteItem": "planner",
+    "load": "state_dict_loader",
+    "load_state_dict": "state_dict_loader",
+    "save": "state_dict_saver",
+    "save_state_dict": "state_dict_saver",
 }
 """The module that each public name lives in."""
 
-_MODULES = frozenset(
-    ["_extension", "api", "errors", "extension", "metadata", "planner", "stateful", "storage", "testing"]
-)
+_MODULES = frozenset(name for name in __all__ if name not in _HOME and name != "__version__") | {"_extension"}
 """What ``holdfast.<module>`` gives without an import of its own, as torch's package does."""
 
 

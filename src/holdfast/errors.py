@@ -221,21 +221,65 @@ class CheckpointException(CheckpointError):  # noqa: N818 - the name is torch's
         lines = [f"{self.args[0]} (failed on {noun} {ranks})" if self._failures else str(self.args[0])]
         for rank, (error, trace) in sorted(self._failures.items()):
             lines.append(f"rank {rank}: {''.join(_describe(error)).rstrip()}")
-            if trace:
+            # Raised from its cause, it is printed after the cause's own traceback.
+            if trace and self.__cause__ is not error:
                 lines.append("".join(traceback.format_list(trace)).rstrip())
         return "\n".join(lines)
 
+    @classmethod
+    def of(cls, step: str, failures: Mapping[int, WRAPPED_EXCEPTION]) -> "CheckpointException":
+        """The exception for a failed step, which is also an instance of its cause's class.
+
+        If all ranks failed with the same class of error, ``except`` clauses for that class catch this
+        one too, and its attributes (``errno``, ``key``, ``path`` ...) are those of the first failure.
+        """
+        causes = {type(error) for error, _ in failures.values()}
+        first = failures[min(failures)][0]
+        made: CheckpointException
+        try:
+            kind = _joined_class(causes.pop()) if len(causes) == 1 else cls
+            made = kind(f"{step} failed", failures, step=step)
+            for name, value in {**_os_details(first), **vars(first)}.items():
+                if name not in ("step", "_failures"):
+                    setattr(made, name, value)
+        except Exception:  # noqa: BLE001 - a stranger's class may refuse to be inherited from in any way
+            made = cls(f"{step} failed", failures, step=step)
+        return made
+
     def __reduce__(self) -> tuple[Any, ...]:
-        portable = {
-            rank: (_portable(error), _portable_trace(t)) for rank, (error, t) in self._failures.items()
-        }
+        portable = {rank: portable_failure(failure) for rank, failure in self._failures.items()}
+        if type(self) in _JOINED.values():
+            return CheckpointException.of, (self.step, portable)
         return _rebuild_exception, (type(self), self.args[0], portable, self.step)
+
+
+_JOINED: dict[type[BaseException], type[CheckpointException]] = {}
+
+
+def _joined_class(cause: type[BaseException]) -> type[CheckpointException]:
+    if issubclass(cause, CheckpointException):
+        return cause
+    if cause not in _JOINED:
+        _JOINED[cause] = type("CheckpointException", (CheckpointException, cause), {"__module__": __name__})
+    return _JOINED[cause]
+
+
+def _os_details(error: BaseException) -> dict[str, Any]:
+    if not isinstance(error, OSError):
+        return {}
+    return {"errno": error.errno, "strerror": error.strerror, "filename": error.filename}
 
 
 def _rebuild_exception(
     cls: type[CheckpointException], msg: str, failures: dict[int, WRAPPED_EXCEPTION], step: str | None
 ) -> CheckpointException:
     return cls(msg, failures, step=step)
+
+
+def portable_failure(failure: WRAPPED_EXCEPTION) -> WRAPPED_EXCEPTION:
+    """A failure in a form that survives pickle, whatever its exception is."""
+    error, trace = failure
+    return _portable(error), _portable_trace(trace)
 
 
 def _describe(error: BaseException) -> list[str]:

@@ -1,0 +1,1 @@
+"""The two pipelines, a save and a load, one straight function each."""

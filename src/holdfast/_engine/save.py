@@ -1,0 +1,72 @@
+"""A save, from top to bottom."""
+
+import inspect
+from typing import Any
+
+from holdfast._engine.account import check_results
+from holdfast._ranks.exchange import Exchange
+from holdfast.metadata import Metadata
+from holdfast.planner import SavePlan, SavePlanner
+from holdfast.storage import StorageWriter, WriteResult
+
+__all__ = ["run_save"]
+
+
+def run_save(
+    state_dict: dict[str, Any],
+    planner: SavePlanner,
+    writer: StorageWriter,
+    exchange: Exchange,
+    *,
+    use_collectives: bool = True,
+) -> Metadata:
+    """Save ``state_dict``; called on every rank of the exchange.
+
+    When it returns, on any rank, every planned item of every rank is on stable storage and the checkpoint
+    is committed. When it raises, nothing was committed.
+
+    Raises:
+        CheckpointException: A step failed on some rank; the same on every rank.
+    """
+    metadata = None
+    planned: list[SavePlan] = []
+
+    def offer() -> SavePlan:
+        planner.set_up_planner(
+            state_dict=state_dict,
+            storage_meta=writer.storage_meta(),
+            is_coordinator=exchange.is_coordinator,
+        )
+        _set_up(writer, exchange, use_collectives)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def merge(offers: list[SavePlan]) -> list[SavePlan]:
+        nonlocal metadata, planned
+        plans, metadata = planner.create_global_plan(offers)
+        plans = writer.prepare_global_plan(plans)
+        planned = plans
+        return plans
+
+    plan = exchange.decide("plan", offer, merge)
+
+    def write() -> tuple[SavePlan, list[WriteResult]]:
+        final = planner.finish_plan(plan)
+        return final, writer.write_data(final, planner).wait()
+
+    def commit(written: list[tuple[SavePlan, list[WriteResult]]]) -> Metadata:
+        assert metadata is not None
+        check_results(written)
+        writer.finish(metadata, [results for _, results in written])
+        return metadata
+
+    return exchange.agree("write", write, commit)
+
+
+def _set_up(writer: StorageWriter, exchange: Exchange, use_collectives: bool) -> None:
+    # Writers from before these keyword arguments existed do not take them.
+    if "kwargs" in inspect.signature(writer.set_up_storage_writer).parameters:
+        writer.set_up_storage_writer(
+            exchange.is_coordinator, rank=exchange.rank, use_collectives=use_collectives
+        )
+    else:
+        writer.set_up_storage_writer(exchange.is_coordinator)

@@ -1,0 +1,93 @@
+"""torch's small interface of a file system, for those who extend it; our own files do not go through it."""
+
+import contextlib
+import io
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import cast
+
+__all__ = ["FileSystem", "FileSystemBase"]
+
+
+class FileSystemBase(ABC):
+    """What a storage needs of a file system, in torch's terms: whole streams, and names."""
+
+    @contextlib.contextmanager
+    @abstractmethod
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        """Open a file; the stream is closed when the with-block ends."""
+        yield io.BytesIO()
+
+    @abstractmethod
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str | os.PathLike[str]:
+        """The path of ``suffix`` in the folder ``path``."""
+
+    @abstractmethod
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Give a file another name, replacing what has that name."""
+
+    @abstractmethod
+    def init_path(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+        """The path in the form that the other methods take."""
+
+    @abstractmethod
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Make a folder and those above it; one that exists is fine."""
+
+    @classmethod
+    @abstractmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this file system serves such a place."""
+
+    @abstractmethod
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        """Whether there is something of that name."""
+
+    @abstractmethod
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        """Remove a file."""
+
+
+class FileSystem(FileSystemBase):
+    """The local file system."""
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """Open a file."""
+        with Path(path).open(mode) as stream:
+            yield cast("io.IOBase", stream)
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str | os.PathLike[str]:
+        """The path of ``suffix`` in the folder ``path``."""
+        return Path(path) / suffix
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Give a file another name, replacing what has that name."""
+        Path(path).replace(new_path)
+
+    def init_path(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+        """A ``Path``."""
+        return Path(path)
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Make a folder and those above it."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path and not a URL; whether it can be written to is not asked."""
+        return isinstance(checkpoint_id, os.PathLike) or "://" not in str(checkpoint_id)
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        """Whether there is something of that name."""
+        return Path(path).exists()
+
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        """Remove a file."""
+        Path(path).unlink()
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        """The paths of what is in a folder."""
+        return [str(entry) for entry in Path(path).iterdir()]

@@ -1,0 +1,329 @@
+"""What a checkpoint holds: keys, chunks, items, files and checksums, as columns of plain numbers.
+
+A checkpoint may have millions of chunks. So the manifest keeps no object for a chunk: each property is one
+column, a run of little-endian integers, and a row is made when somebody asks for it. ``docs/format.md``
+describes every column.
+"""
+
+import itertools
+import math
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from holdfast.errors import MetadataFormatError
+
+__all__ = ["FORMAT_MAJOR", "FORMAT_MINOR", "Item", "Manifest", "Properties", "decode", "encode"]
+
+FORMAT_MAJOR = 1
+"""Raised when an older reader would misread; a reader refuses a newer one."""
+FORMAT_MINOR = 0
+"""Raised when something is added that an older reader may ignore."""
+
+TENSOR, OBJECT = 0, 1
+"""The kinds of a key."""
+
+_ITEMSIZE = {"q": 8, "I": 4, "B": 1}
+
+
+class Properties(NamedTuple):
+    """What a tensor is besides its shape, in words; ``dtype`` is the only one that matters."""
+
+    dtype: str
+    layout: str = "strided"
+    requires_grad: bool = False
+    memory_format: str = "contiguous_format"
+    pin_memory: bool = False
+
+
+class Item(NamedTuple):
+    """Where one chunk or one object lies, and how to check it.
+
+    Attributes:
+        file: The name of its file, relative to the checkpoint.
+        offset: Where the item begins in the file.
+        nbytes: How long it is, container and all.
+        payload_offset: Where the checked bytes begin, counted from the item's beginning. For a tensor
+            that is stored raw these are its elements in row-major order.
+        payload_nbytes: How many they are.
+        raw_nbytes: The item's length once its transforms are undone.
+        descriptors: The transforms, in the order in which a reader undoes them.
+        checksums: CRC-32 of each block of the checked bytes, as little-endian 32-bit integers.
+        wrap_checksum: CRC-32 of what is around them: the item's bytes before the payload, then after.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+    payload_offset: int
+    payload_nbytes: int
+    raw_nbytes: int
+    descriptors: tuple[str, ...]
+    checksums: bytes
+    wrap_checksum: int
+
+
+class Manifest(msgspec.Struct, kw_only=True):
+    """The whole description of a checkpoint. Columns are ``bytes``; see ``docs/format.md``."""
+
+    version: tuple[int, int] = (FORMAT_MAJOR, FORMAT_MINOR)
+    save_id: str
+    created_ns: int
+    software: str
+    world_size: int
+    block_size: int
+    checkpoint_id: str | None = None
+    modules: list[str] = []
+    file_names: list[str]
+    file_nbytes: bytes
+    keys: list[str]
+    kinds: bytes
+    properties: list[tuple[str, str, bool, str, bool]]
+    tensor_properties: bytes
+    tensor_ndims: bytes
+    tensor_shapes: bytes
+    tensor_chunks: bytes
+    chunk_offsets: bytes
+    chunk_lengths: bytes
+    transforms: list[list[str]]
+    item_files: bytes
+    item_offsets: bytes
+    item_nbytes: bytes
+    item_payload_offsets: bytes
+    item_payload_nbytes: bytes
+    item_raw_nbytes: bytes
+    item_transforms: bytes
+    item_blocks: bytes
+    item_wrap_checksums: bytes
+    checksums: bytes
+    paths: list[Any]
+    containers: list[Any]
+    planner_pickle: bytes | None = None
+
+    def tensors(self) -> Iterator[tuple[str, Properties, tuple[int, ...], list[tuple[Any, Any]], int]]:
+        """Each tensor: its key, properties, shape, chunks (offsets, lengths), and first item's row."""
+        properties = [Properties(*row) for row in self.properties]
+        property_ids, ndims = self.tensor_properties, self.tensor_ndims
+        shapes, counts = ints(self.tensor_shapes, "q"), ints(self.tensor_chunks, "I")
+        offsets, lengths = ints(self.chunk_offsets, "q"), ints(self.chunk_lengths, "q")
+        number = shape_at = box_at = row = 0
+        for key, kind in zip(self.keys, self.kinds, strict=True):
+            if kind == OBJECT:
+                row += 1
+                continue
+            ndim, count = ndims[number], counts[number]
+            shape = tuple(shapes[shape_at : shape_at + ndim])
+            chunks = []
+            for _ in range(count):
+                end = box_at + ndim
+                chunks.append((tuple(offsets[box_at:end]), tuple(lengths[box_at:end])))
+                box_at = end
+            yield key, properties[property_ids[number]], shape, chunks, row
+            shape_at += ndim
+            row += count
+            number += 1
+
+    def objects(self) -> Iterator[tuple[str, int]]:
+        """Each object: its key and its item's row."""
+        counts = iter(ints(self.tensor_chunks, "I"))
+        row = 0
+        for key, kind in zip(self.keys, self.kinds, strict=True):
+            if kind == OBJECT:
+                yield key, row
+                row += 1
+            else:
+                row += next(counts)
+
+    def items(self) -> Iterator[Item]:
+        """Every item, in the order of the keys and, within a key, of its chunks."""
+        descriptors = [tuple(stack) for stack in self.transforms]
+        at = 0
+        for row in zip(
+            ints(self.item_files, "I"),
+            ints(self.item_offsets, "q"),
+            ints(self.item_nbytes, "q"),
+            ints(self.item_payload_offsets, "q"),
+            ints(self.item_payload_nbytes, "q"),
+            ints(self.item_raw_nbytes, "q"),
+            self.item_transforms,
+            ints(self.item_blocks, "I"),
+            ints(self.item_wrap_checksums, "I"),
+            strict=True,
+        ):
+            file, offset, nbytes, payload_offset, payload_nbytes, raw_nbytes, transform, blocks, wrap = row
+            end = at + 4 * blocks
+            yield Item(
+                self.file_names[file],
+                offset,
+                nbytes,
+                payload_offset,
+                payload_nbytes,
+                raw_nbytes,
+                descriptors[transform],
+                self.checksums[at:end],
+                wrap,
+            )
+            at = end
+
+
+def ints(column: bytes, typecode: Literal["q", "I", "B"]) -> "memoryview[int]":
+    """A column as a sequence of integers, without copying it where the machine's order is ours."""
+    if sys.byteorder == "big":
+        swapped = array(typecode, column)
+        swapped.byteswap()
+        return memoryview(swapped)
+    return memoryview(column).cast("B").cast(typecode)
+
+
+def column(values: Iterable[int], typecode: str) -> bytes:
+    """Integers as a column."""
+    packed = array(typecode, values)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as MessagePack."""
+    return msgspec.msgpack.encode(manifest)
+
+
+def decode(data: bytes | memoryview, *, path: str) -> Manifest:
+    """Read a manifest and check that it makes sense, so that nobody after this needs to.
+
+    Raises:
+        MetadataFormatError: It is damaged, or of a newer major version.
+    """
+    try:
+        version = msgspec.msgpack.decode(data, type=_Version).version
+    except msgspec.DecodeError as error:
+        raise _damaged(path, str(error)) from error
+    if version[0] > FORMAT_MAJOR:
+        raise MetadataFormatError(
+            f"{path} is of format {version[0]}.{version[1]}; this version of holdfast reads up to "
+            f"{FORMAT_MAJOR}.x. Update holdfast to read it.",
+            path=path,
+            expected=FORMAT_MAJOR,
+            found=version[0],
+        )
+    try:
+        manifest = msgspec.msgpack.decode(data, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise _damaged(path, str(error)) from error
+    problem = _find_problem(manifest)
+    if problem:
+        raise _damaged(path, problem)
+    return manifest
+
+
+class _Version(msgspec.Struct):
+    version: tuple[int, int]
+
+
+def _damaged(path: str, problem: str) -> MetadataFormatError:
+    return MetadataFormatError(f"{path} does not describe a checkpoint: {problem}", path=path)
+
+
+def _find_problem(m: Manifest) -> str | None:
+    """The first thing in a manifest that cannot be, or None. Costs a few passes in C over the columns."""
+    if m.block_size <= 0 or m.world_size < 0:
+        return "its block size or world size is not a positive number"
+    tensors = m.kinds.count(TENSOR)
+    if len(m.kinds) != len(m.keys) or tensors + m.kinds.count(OBJECT) != len(m.keys):
+        return "its keys and kinds do not match"
+    if len(set(m.keys)) != len(m.keys):
+        return "a key stands in it twice"
+    if len(m.tensor_ndims) != tensors or len(m.tensor_chunks) != 4 * tensors:
+        return "its tensor columns are of different lengths"
+    counts = ints(m.tensor_chunks, "I")
+    boxes = sum(map(_product, counts, m.tensor_ndims))
+    rows = sum(counts) + len(m.keys) - tensors
+    wanted = {
+        "file_nbytes": ("q", len(m.file_names)),
+        "tensor_properties": ("B", tensors),
+        "tensor_shapes": ("q", sum(m.tensor_ndims)),
+        "chunk_offsets": ("q", boxes),
+        "chunk_lengths": ("q", boxes),
+        "item_files": ("I", rows),
+        "item_offsets": ("q", rows),
+        "item_nbytes": ("q", rows),
+        "item_payload_offsets": ("q", rows),
+        "item_payload_nbytes": ("q", rows),
+        "item_raw_nbytes": ("q", rows),
+        "item_transforms": ("B", rows),
+        "item_blocks": ("I", rows),
+        "item_wrap_checksums": ("I", rows),
+    }
+    for name, (typecode, length) in wanted.items():
+        data = getattr(m, name)
+        if len(data) != length * _ITEMSIZE[typecode]:
+            return f"its column {name} has {len(data)} bytes, expected {length * _ITEMSIZE[typecode]}"
+        if typecode == "q" and data and min(ints(data, "q")) < 0:
+            return f"its column {name} has a negative number"
+    return _find_bad_reference(m) or _find_bad_item(m) or _find_bad_box(m)
+
+
+def _product(count: int, ndim: int) -> int:
+    return count * ndim
+
+
+def _find_bad_reference(m: Manifest) -> str | None:
+    if max(m.tensor_properties, default=-1) >= len(m.properties):
+        return "a tensor refers to properties that are not there"
+    if max(m.item_transforms, default=-1) >= len(m.transforms):
+        return "an item refers to transforms that are not there"
+    if max(ints(m.item_files, "I"), default=-1) >= len(m.file_names):
+        return "an item refers to a file that is not there"
+    blocks = sum(ints(m.item_blocks, "I"))
+    if len(m.checksums) != 4 * blocks:
+        return f"it has {len(m.checksums)} bytes of checksums, expected {4 * blocks}"
+    for name in m.file_names:
+        if not is_plain_name(name):
+            return f"the file name {name!r} leads out of the checkpoint"
+    if len(m.paths) not in (0, len(m.keys)):
+        return "its paths do not match its keys"
+    return None
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a file name stays in the checkpoint's folder wherever it is joined."""
+    return name not in ("", ".", "..") and not any(character in name for character in "/\\\0")
+
+
+def _find_bad_item(m: Manifest) -> str | None:
+    sizes = ints(m.file_nbytes, "q")
+    for file, offset, nbytes, payload_offset, payload_nbytes, blocks in zip(
+        ints(m.item_files, "I"),
+        ints(m.item_offsets, "q"),
+        ints(m.item_nbytes, "q"),
+        ints(m.item_payload_offsets, "q"),
+        ints(m.item_payload_nbytes, "q"),
+        ints(m.item_blocks, "I"),
+        strict=True,
+    ):
+        if offset + nbytes > sizes[file]:
+            return f"an item reaches beyond the end of {m.file_names[file]}"
+        if payload_offset + payload_nbytes > nbytes:
+            return f"a payload reaches beyond its item in {m.file_names[file]}"
+        if blocks != -(-payload_nbytes // m.block_size):
+            return f"an item in {m.file_names[file]} has the wrong number of checksums"
+    return None
+
+
+def _find_bad_box(m: Manifest) -> str | None:
+    for key, _, shape, chunks, _ in m.tensors():
+        for offsets, lengths in chunks:
+            for extent, offset, length in zip(shape, offsets, lengths, strict=True):
+                if offset + length > extent:
+                    return f"a chunk of {key} at {offsets} reaches outside the shape {shape}"
+        if math.prod(shape) >= 1 << 60:
+            return f"{key} has an impossible shape {shape}"
+    return None
+
+
+def concatenated(rows: Iterable[Sequence[int]]) -> Iterable[int]:
+    """The numbers of rows of different lengths, one after the other, as the columns keep them."""
+    return itertools.chain.from_iterable(rows)

@@ -1,0 +1,109 @@
+"""Paths into nested states, as the manifest keeps them: plain where keys are strings, typed where not."""
+
+from typing import Any
+
+from holdfast._format.typed_key import TypedKey
+from holdfast.errors import MetadataFormatError, PlanError
+
+__all__ = ["decode_containers", "decode_paths", "encode_containers", "encode_paths"]
+
+_KINDS = ("dict", "OrderedDict", "list")
+
+
+def encode_paths(keys: list[str], paths: dict[str, Any]) -> list[Any]:
+    """One entry for each key: None for a path of just the key, else its steps. Empty if there is none."""
+    if not paths:
+        return []
+    return [
+        None
+        if (path := paths.get(key, (key,))) == (key,) and type(path[0]) is str
+        else [_encode_step(step) for step in path]
+        for key in keys
+    ]
+
+
+def _encode_step(step: Any) -> Any:
+    if not isinstance(step, TypedKey):
+        return step
+    return _encode_key(step.value)
+
+
+def _encode_key(key: Any) -> list[Any]:
+    """A key that is not a string, as a list of the name of its type and what it is made from."""
+    if key is None:
+        return ["none"]
+    if isinstance(key, tuple):
+        return ["tuple", [["str", part] if type(part) is str else _encode_key(part) for part in key]]
+    if type(key) is int:
+        # MessagePack has 64 bits.
+        return ["int", str(key)]
+    if type(key) in (bool, float, bytes):
+        return [type(key).__name__, key]
+    raise PlanError(
+        f"a dict has the key {key!r} of type {type(key).__name__}, which cannot be kept exactly; use str, "
+        "int, float, bool, bytes, None, or a tuple of these",
+        key=str(key),
+    )
+
+
+def decode_paths(keys: list[str], encoded: list[Any], *, path: str) -> dict[str, tuple[Any, ...]]:
+    """The path of each key.
+
+    Raises:
+        MetadataFormatError: It is not what ``encode_paths`` makes.
+    """
+    return {
+        key: (key,) if steps is None else _decode_path(steps, path)
+        for key, steps in zip(keys, encoded, strict=True)
+    }
+
+
+def _decode_path(steps: Any, path: str) -> tuple[Any, ...]:
+    if not isinstance(steps, list):
+        raise _bad(path, steps)
+    return tuple(_decode_step(step, path) for step in steps)
+
+
+def _decode_step(step: Any, path: str) -> Any:
+    if isinstance(step, str) or (type(step) is int and 0 <= step < 1 << 32):
+        return step
+    return TypedKey(_decode_key(step, path))
+
+
+def _decode_key(encoded: Any, path: str) -> Any:
+    try:
+        if not isinstance(encoded, list):
+            raise _bad(path, encoded)
+        kind, *rest = encoded
+        if kind == "none":
+            return None
+        (value,) = rest
+        if kind == "tuple" and isinstance(value, list):
+            return tuple(_decode_key(part, path) for part in value)
+        if kind == "int" and isinstance(value, str):
+            return int(value)
+        wanted = {"str": str, "bool": bool, "float": float, "bytes": bytes}.get(kind)
+    except (ValueError, TypeError, RecursionError):
+        raise _bad(path, encoded) from None
+    if wanted is None or type(value) is not wanted:
+        raise _bad(path, encoded)
+    return value
+
+
+def encode_containers(containers: dict[Any, str]) -> list[Any]:
+    """The containers that the paths do not tell: for each its steps and its kind."""
+    return [[[_encode_step(step) for step in where], kind] for where, kind in containers.items()]
+
+
+def decode_containers(encoded: list[Any], *, path: str) -> dict[tuple[Any, ...], str]:
+    """The kind of each container by its path."""
+    found = {}
+    for entry in encoded:
+        if not isinstance(entry, list) or len(entry) != 2 or entry[1] not in _KINDS:
+            raise _bad(path, entry)
+        found[_decode_path(entry[0], path)] = entry[1]
+    return found
+
+
+def _bad(path: str, found: Any) -> MetadataFormatError:
+    return MetadataFormatError(f"{path} has a path that cannot be: {str(found)[:80]}", path=path)

@@ -1,0 +1,198 @@
+"""The opcodes of single values in a metadata pickle, each written once and referred to after that."""
+
+import struct
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+from holdfast._format.dtypes import DTYPES
+from holdfast._format.torch_pickle_names import LAYOUTS, MEMORY_FORMATS
+from holdfast._format.torch_pickle_records import Ints, TorchProperties
+from holdfast.errors import UsageError
+
+__all__ = ["Emitter", "encode_int"]
+
+_METADATA = b"torch.distributed.checkpoint.metadata"
+_GLOBALS = {
+    "Metadata": _METADATA,
+    "TensorStorageMetadata": _METADATA,
+    "BytesStorageMetadata": _METADATA,
+    "ChunkStorageMetadata": _METADATA,
+    "TensorProperties": _METADATA,
+    "_MEM_FORMAT_ENCODING": _METADATA,
+    "MetadataIndex": _METADATA,
+    "StorageMeta": _METADATA,
+    "_StorageInfo": b"torch.distributed.checkpoint.filesystem",
+    "_get_layout": b"torch.serialization",
+    "Size": b"torch",
+}
+_FIELDS = ("state_dict_metadata", "storage_data", "fqn", "index", "offset")
+_FORMAT_NUMBERS = {name: number for number, name in enumerate(MEMORY_FORMATS.values())}
+
+_BYTE_INTS = [b"K%c" % number for number in range(256)]
+_INT2 = struct.Struct("<cH").pack
+_INT4 = struct.Struct("<ci").pack
+_FLOAT = struct.Struct(">cd").pack
+_COUNT4 = struct.Struct("<cI").pack
+_COUNT8 = struct.Struct("<cQ").pack
+_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
+
+
+def encode_int(value: int) -> bytes:
+    """The opcode that pushes a number of any size."""
+    if 0 <= value < 256:
+        return _BYTE_INTS[value]
+    if 0 <= value < 65536:
+        return _INT2(b"M", value)
+    if -(2**31) <= value < 2**31:
+        return _INT4(b"J", value)
+    raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return (b"\x8a" + bytes((len(raw),)) if len(raw) < 256 else _COUNT4(b"\x8b", len(raw))) + raw
+
+
+def _encode_tuple(items: list[bytes]) -> bytes:
+    body = b"".join(items)
+    return body + _TUPLES[len(items)] if len(items) < 4 else b"(" + body + b"t"
+
+
+def _encode_bytes(value: bytes) -> bytes:
+    return (_COUNT4(b"B", len(value)) if len(value) < 2**32 else _COUNT8(b"\x8e", len(value))) + value
+
+
+class Emitter:
+    """Knows what the pickle so far holds, so that it is referred to instead of written again.
+
+    A method gives the opcodes that push a value. They must be written in the order in which they were asked
+    for, because they may define what later ones refer to.
+    """
+
+    def __init__(self) -> None:
+        self.texts: dict[str, bytes] = {}
+        self.sizes: dict[Ints, bytes] = {}
+        self.names: dict[str, bytes] = {}
+        self._properties: dict[TorchProperties, bytes] = {}
+        self._count = 0
+
+    def prologue(self) -> bytes:
+        """Define every class and every field's name, and leave nothing on the stack.
+
+        Their references are one byte long, whatever the size of the checkpoint.
+        """
+        parts = []
+        for name, module in _GLOBALS.items():
+            parts.append(b"c%b\n%b\n\x940" % (module, name.encode()))
+            self.names[name] = self._next_reference()
+        parts += [self.text(field) + b"0" for field in _FIELDS]
+        return b"".join(parts)
+
+    def _next_reference(self) -> bytes:
+        number = self._count
+        self._count += 1
+        return b"h%c" % number if number < 256 else _COUNT4(b"j", number)
+
+    def text(self, value: str) -> bytes:
+        """A str."""
+        known = self.texts.get(value)
+        if known is None:
+            # As Python's picklers do: a lone surrogate is kept.
+            raw = value.encode("utf-8", "surrogatepass")
+            self.texts[value] = self._next_reference()
+            known = b"%b%b\x94" % (b"\x8c%c" % len(raw) if len(raw) < 256 else _COUNT4(b"X", len(raw)), raw)
+        return known
+
+    def size(self, dims: Ints) -> bytes:
+        """A ``torch.Size``."""
+        known = self.sizes.get(dims)
+        if known is None:
+            self.sizes[dims] = self._next_reference()
+            known = self.names["Size"] + _encode_tuple([encode_int(dim) for dim in dims]) + b"\x85R\x94"
+        return known
+
+    def properties(self, value: TorchProperties) -> bytes:
+        """A ``TensorProperties``; raises UsageError where torch has no such."""
+        known = self._properties.get(value)
+        if known is None:
+            dtype, layout, requires_grad, memory_format, pin_memory = value
+            if dtype not in DTYPES or layout not in LAYOUTS or memory_format not in _FORMAT_NUMBERS:
+                raise UsageError(
+                    f"torch's metadata cannot hold a tensor with {tuple(value)!r}: expected a dtype of "
+                    f"torch, a layout ({', '.join(LAYOUTS)}), and a format ({', '.join(_FORMAT_NUMBERS)}).",
+                    found=tuple(value),
+                )
+            known = b"".join(
+                (
+                    *(self.names["TensorProperties"], b")\x81(ctorch\n%b\n" % dtype.encode()),
+                    *(self.names["_get_layout"], self.text(f"torch.{layout}"), b"\x85R"),
+                    b"\x88" if requires_grad else b"\x89",
+                    *(
+                        self.names["_MEM_FORMAT_ENCODING"],
+                        encode_int(_FORMAT_NUMBERS[memory_format]),
+                        b"\x85R",
+                    ),
+                    b"\x88" if pin_memory else b"\x89",
+                    b"tb\x94",
+                )
+            )
+            self._properties[value] = self._next_reference()
+        return known
+
+    def plain(self, value: Any) -> bytes:
+        """Plain data, subclasses as what they derive from; raises UsageError on anything else."""
+        kind = type(value)
+        if kind is str:
+            return self.text(value)
+        if kind is tuple:
+            return self.plain_tuple(value)
+        if kind is list:
+            return b"".join((b"](", *map(self.plain, value), b"e"))
+        if kind is dict or kind is OrderedDict:
+            empty = b"}" if kind is dict else b"ccollections\nOrderedDict\n)R"
+            return b"".join((empty, b"(", *self.plain_pairs(value), b"u"))
+        if kind is set:
+            return b"".join((b"\x8f(", *map(self.plain, value), b"\x90"))
+        if kind is frozenset:
+            return b"".join((b"(", *map(self.plain, value), b"\x91"))
+        return self._scalar(value)
+
+    def plain_pairs(self, value: dict[Any, Any]) -> Iterator[bytes]:
+        """Each key with its value, to be set in a dict."""
+        texts, plain, plain_tuple = self.texts, self.plain, self.plain_tuple
+        for key, item in value.items():
+            known = texts.get(key) if type(key) is str else None
+            yield (known or plain(key)) + (plain_tuple(item) if type(item) is tuple else plain(item))
+
+    def plain_tuple(self, items: tuple[Any, ...]) -> bytes:
+        """A tuple of plain data."""
+        # Nearly all planner data are tuples of texts that were seen before.
+        texts = self.texts
+        return _encode_tuple(
+            [
+                (texts.get(item) or self.text(item)) if type(item) is str else self.plain(item)
+                for item in items
+            ]
+        )
+
+    def _scalar(self, value: Any) -> bytes:
+        kind = type(value)
+        if kind is int:
+            return encode_int(value)
+        if value is None:
+            return b"N"
+        if kind is bool:
+            return b"\x88" if value else b"\x89"
+        if kind is float:
+            return _FLOAT(b"G", value)
+        if kind is bytes:
+            return _encode_bytes(value)
+        if kind is bytearray:
+            return b"cbuiltins\nbytearray\n" + _encode_bytes(bytes(value)) + b"\x85R"
+        for base in (OrderedDict, dict, list, tuple):
+            if isinstance(value, base):
+                return self.plain(base(value))
+        if isinstance(value, str):
+            return self.text(str.__str__(value))
+        raise UsageError(
+            f"planner_data holds a {kind.__module__}.{kind.__qualname__}, which would have to be run on "
+            "load; expected None, bool, int, float, str, bytes, bytearray, dict, list, tuple or set.",
+            found=kind,
+        )

@@ -1,0 +1,374 @@
+"""A pickle interpreter that builds plain data and nothing else.
+
+Why not ``pickle.Unpickler`` with ``find_class`` overridden: opcodes alone can hurt, without any class. A
+megabyte of nested tuples as a dict key ends the process by overflowing the C stack in ``hash``, a single
+memo index takes 64 GiB, ``BUILD`` changes the stand-ins themselves, and a dict that is built into many
+objects is copied into each. Checking the opcodes beforehand costs as much as interpreting them. So this
+machine knows only the opcodes that Python's picklers of protocol 2 to 5 write for plain data, and each of
+them takes time and memory in proportion to the bytes it stands on. The rows that make up nearly all of a
+large file are read many opcodes at a time, see ``torch_pickle_rows``.
+"""
+
+import pickle
+import struct
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from holdfast._format.torch_pickle_names import (
+    ALLOWED,
+    PROPERTIES,
+    Built,
+    Call,
+    Record,
+    add_to_dict,
+    add_to_set,
+)
+from holdfast._format.torch_pickle_rows import Rows
+from holdfast.errors import MetadataFormatError, TruncatedFileError, UnsafeMetadataError
+
+__all__ = ["Machine"]
+
+_FLOAT = struct.Struct(">d")
+_STOP, _MEMOIZE = pickle.STOP[0], pickle.MEMOIZE[0]
+_GET_WIDTH = {pickle.BINGET[0]: 1, pickle.LONG_BINGET[0]: 4}
+
+# These reach for code or for objects outside the pickle, whatever their operands are.
+_UNSAFE = {
+    getattr(pickle, name)[0]: name
+    for name in (
+        *("EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID"),
+        *("INST", "OBJ", "NEWOBJ_EX", "NEXT_BUFFER", "READONLY_BUFFER"),
+    )
+}
+
+
+class Machine:
+    """Runs one pickle.
+
+    Args:
+        data: The pickle; what follows its end is ignored.
+        path: The file's name, for messages.
+    """
+
+    __slots__ = ("copied", "data", "marks", "memo", "path", "pos", "rows", "stack")
+
+    def __init__(self, data: bytes, path: str) -> None:
+        self.data = data
+        self.path = path
+        self.pos = 0
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: list[Any] = []
+        self.copied = 0
+        self.rows = Rows(data, self.stack, self.marks, self.memo)
+
+    def run(self) -> Any:
+        """Give the object that the pickle describes.
+
+        It is made of None, bool, int, float, str, bytes, bytearray, list, tuple, dict, OrderedDict, set,
+        frozenset, and the stand-ins of ``torch_pickle_names``; ``torch.Size`` comes as a tuple and a path
+        as a str. It may contain itself. Rows read at once come as their records, not yet checked.
+
+        Raises:
+            UnsafeMetadataError: The pickle asks for something outside the list. Nothing of it was run.
+            TruncatedFileError: The pickle has no end.
+            MetadataFormatError: The pickle is damaged or uses opcodes that no torch writes.
+            ArithmeticError, LookupError, TypeError, ValueError, MemoryError: The same, met by chance.
+        """
+        data, stack, memo, rows, pos, end = self.data, self.stack, self.memo, self.rows, 0, len(self.data)
+        while pos < end:
+            opcode = data[pos]
+            pos += 1
+            if opcode == _MEMOIZE:
+                memo.append(stack[-1])
+            elif opcode in _GET_WIDTH:
+                start, pos = pos, pos + _GET_WIDTH[opcode]
+                value = memo[int.from_bytes(data[start:pos], "little")]
+                # Instances start with their class: here a row may begin.
+                after = rows.read(value, start - 1) if type(value) is Record else 0
+                if after:
+                    pos = after
+                else:
+                    stack.append(value)
+            elif opcode == _STOP:
+                return stack.pop()
+            else:
+                handler = _HANDLERS[opcode]
+                if handler is None:
+                    self._refuse_opcode(opcode)
+                self.pos = pos
+                handler(self)
+                pos = self.pos
+        raise TruncatedFileError(f"{self.path} ends before its pickle does, at byte {end}.", path=self.path)
+
+    def take(self, count: int) -> bytes:
+        """The next ``count`` bytes; checked before any memory is taken."""
+        start = self.pos
+        self.pos = stop = start + count
+        if stop > len(self.data):
+            raise TruncatedFileError(
+                f"{self.path} ends at byte {len(self.data)}, but its pickle goes on to byte {stop} at least.",
+                path=self.path,
+                expected=stop,
+                found=len(self.data),
+            )
+        return self.data[start:stop]
+
+    def number(self, width: int) -> int:
+        """The next ``width`` bytes as an unsigned number."""
+        return int.from_bytes(self.take(width), "little")
+
+    def line(self) -> str:
+        """The text up to the next line feed."""
+        stop = self.data.find(b"\n", self.pos)
+        return self.take((len(self.data) if stop < 0 else stop) - self.pos + 1)[:-1].decode()
+
+    def pop_mark(self) -> list[Any]:
+        """Everything above the last mark."""
+        mark = self.marks.pop()
+        items = self.stack[mark:]
+        del self.stack[mark:]
+        return items
+
+    def damaged(self, reason: str) -> NoReturn:
+        """Refuse the pickle as malformed."""
+        raise MetadataFormatError(
+            f"{self.path} is not a metadata pickle that torch writes: {reason} (at byte {self.pos}). "
+            "The file is damaged, or something else wrote it.",
+            path=self.path,
+        )
+
+    def unsafe(self, what: str) -> NoReturn:
+        """Refuse the pickle as one that reaches for code."""
+        raise UnsafeMetadataError(
+            f"{self.path} asks for {what}, which is not plain data. Nothing was run. Do not load this "
+            "checkpoint with a reader that runs pickles unless you trust whoever wrote it.",
+            path=self.path,
+            found=what,
+        )
+
+    def _refuse_opcode(self, opcode: int) -> NoReturn:
+        if opcode in _UNSAFE:
+            self.unsafe(f"the pickle opcode {_UNSAFE[opcode]}")
+        self.damaged(f"it has the opcode 0x{opcode:02x}")
+
+    def find(self, module: object, name: object) -> None:
+        """Push the stand-in of a name on the list."""
+        stand_in = ALLOWED.get((module, name)) if type(module) is type(name) is str else None
+        if stand_in is None:
+            self.unsafe(f"{_shown(module)}.{_shown(name)}")
+        self.stack.append(stand_in)
+
+    def call(self) -> None:
+        """Call a stand-in with a tuple of arguments."""
+        args = self.stack.pop()
+        function = self.stack.pop()
+        if type(function) is Record and type(args) is tuple and len(args) == len(function.parameters) > 0:
+            built = Built(function)
+            built.state = dict(zip(function.parameters, args, strict=True))
+            self.stack.append(built)
+            return
+        if type(function) is not Call or type(args) is not tuple:
+            self.unsafe(f"a call of {_shown(getattr(function, 'name', function))}")
+        try:
+            # An honest pickle gives each argument to one call or two (bytes, and a bytearray of them).
+            # Without a bound, a large one from the memo could be copied by every call of a few bytes.
+            self.copied += sum(map(len, args)) if function.copies else 0
+            if self.copied > 4 * len(self.data):
+                self.damaged("it copies more than it holds")
+            made = function.make(*args)
+        except (TypeError, ValueError, LookupError) as error:
+            raise UnsafeMetadataError(
+                f"{self.path} calls {function.name} as no checkpoint does: {error}. Nothing was run.",
+                path=self.path,
+                found=function.name,
+            ) from error
+        self.stack.append(made)
+
+    def make_instance(self) -> None:
+        """Push a blank instance of a record's class."""
+        args = self.stack.pop()
+        record = self.stack.pop()
+        if type(record) is not Record or args != ():
+            self.unsafe(f"an instance of {_shown(getattr(record, 'name', record))} with arguments")
+        self.stack.append(Built(record))
+
+    def build(self) -> None:
+        """Give an instance its state. The state is kept, not copied."""
+        state = self.stack.pop()
+        built = self.stack[-1]
+        if type(built) is not Built:
+            self.unsafe("a change of the state of something that is not a metadata record")
+        wanted = tuple if built.record is PROPERTIES else dict
+        if built.state is not None or type(state) is not wanted:
+            self.damaged(f"it sets the state of a {built.record.name} twice or to a {type(state).__name__}")
+        built.state = state
+
+    def put(self, index: int) -> None:
+        """Remember the top of the stack under the next index; picklers number without gaps."""
+        if index != len(self.memo):
+            self.damaged(f"it remembers under {index} after {len(self.memo)} values")
+        self.memo.append(self.stack[-1])
+
+    def set_items(self, target: object, items: list[Any]) -> None:
+        """Add keys and values, taken in turns from ``items``, to a dict."""
+        if type(target) is not dict and type(target) is not OrderedDict:
+            self.damaged(f"it sets items of a {type(target).__name__}")
+        if len(items) % 2:
+            self.damaged("a key has no value")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            add_to_dict(target, key, value)
+
+    def append_items(self, target: object, items: list[Any]) -> None:
+        """Add values to a list."""
+        if type(target) is not list:
+            self.damaged(f"it appends to a {type(target).__name__}")
+        target.extend(items)
+
+    def add_items(self, items: list[Any]) -> None:
+        """Add members to the set on top of the stack."""
+        target = self.stack[-1]
+        if type(target) is not set:
+            self.damaged(f"it adds to a {type(target).__name__}")
+        add_to_set(target, items)
+
+
+def _shown(name: object) -> str:
+    return repr(name[:200])[1:-1] if type(name) is str else f"<{type(name).__name__}>"
+
+
+def _proto(machine: Machine) -> None:
+    version = machine.number(1)
+    if version > 5:
+        machine.damaged(f"it has pickle protocol {version}, newer than 5")
+
+
+def _frame(machine: Machine) -> None:
+    size = machine.number(8)
+    if size > len(machine.data) - machine.pos:
+        machine.take(size)
+
+
+def _tuple_of(count: int) -> Callable[[Machine], None]:
+    def handler(machine: Machine) -> None:
+        stack = machine.stack
+        if len(stack) < count:
+            machine.damaged("its stack is empty")
+        items = tuple(stack[-count:])
+        del stack[-count:]
+        stack.append(items)
+
+    return handler
+
+
+def _signed(width: int) -> Callable[[Machine], None]:
+    def handler(machine: Machine) -> None:
+        raw = machine.take(machine.number(width))
+        machine.stack.append(int.from_bytes(raw, "little", signed=True))
+
+    return handler
+
+
+def _push(make: Callable[[Machine], object]) -> Callable[[Machine], None]:
+    return lambda machine: machine.stack.append(make(machine))
+
+
+def _short_text(machine: Machine) -> None:
+    # Half of all opcodes outside of rows: worth a shorter way than _text(1).
+    data, pos = machine.data, machine.pos
+    after = pos + 1 + data[pos]
+    if after > len(data):
+        machine.take(after - pos)
+    machine.stack.append(data[pos + 1 : after].decode("utf-8", "surrogatepass"))
+    if data[after : after + 1] == pickle.MEMOIZE:
+        machine.memo.append(machine.stack[-1])
+        after += 1
+    machine.pos = after
+
+
+def _text(width: int) -> Callable[[Machine], None]:
+    return _push(lambda machine: machine.take(machine.number(width)).decode("utf-8", "surrogatepass"))
+
+
+def _counted(width: int, make: type) -> Callable[[Machine], None]:
+    return _push(lambda machine: make(machine.take(machine.number(width))))
+
+
+def _stack_global(machine: Machine) -> None:
+    name = machine.stack.pop()
+    machine.find(machine.stack.pop(), name)
+
+
+def _set_item(machine: Machine) -> None:
+    value = machine.stack.pop()
+    key = machine.stack.pop()
+    machine.set_items(machine.stack[-1], [key, value])
+
+
+def _set_items(machine: Machine) -> None:
+    items = machine.pop_mark()
+    machine.set_items(machine.stack[-1], items)
+
+
+def _append(machine: Machine) -> None:
+    value = machine.stack.pop()
+    machine.append_items(machine.stack[-1], [value])
+
+
+def _append_items(machine: Machine) -> None:
+    items = machine.pop_mark()
+    machine.append_items(machine.stack[-1], items)
+
+
+def _frozenset(machine: Machine) -> frozenset[Any]:
+    members: set[Any] = set()
+    add_to_set(members, machine.pop_mark())
+    return frozenset(members)
+
+
+_HANDLERS: list[Callable[[Machine], None] | None] = [None] * 256
+for _opcode, _handler in {
+    pickle.PROTO: _proto,
+    pickle.FRAME: _frame,
+    pickle.MARK: lambda machine: machine.marks.append(len(machine.stack)),
+    pickle.POP: lambda machine: machine.stack.pop(),
+    pickle.NONE: _push(lambda _: None),
+    pickle.NEWTRUE: _push(lambda _: True),
+    pickle.NEWFALSE: _push(lambda _: False),
+    pickle.BININT: _push(lambda machine: int.from_bytes(machine.take(4), "little", signed=True)),
+    pickle.BININT1: _push(lambda machine: machine.number(1)),
+    pickle.BININT2: _push(lambda machine: machine.number(2)),
+    pickle.LONG1: _signed(1),
+    pickle.LONG4: _signed(4),
+    pickle.BINFLOAT: _push(lambda machine: _FLOAT.unpack(machine.take(8))[0]),
+    pickle.SHORT_BINUNICODE: _short_text,
+    pickle.BINUNICODE: _text(4),
+    pickle.BINUNICODE8: _text(8),
+    pickle.SHORT_BINBYTES: _counted(1, bytes),
+    pickle.BINBYTES: _counted(4, bytes),
+    pickle.BINBYTES8: _counted(8, bytes),
+    pickle.BYTEARRAY8: _counted(8, bytearray),
+    pickle.EMPTY_LIST: _push(lambda _: []),
+    pickle.EMPTY_TUPLE: _push(lambda _: ()),
+    pickle.EMPTY_DICT: _push(lambda _: {}),
+    pickle.EMPTY_SET: _push(lambda _: set()),
+    pickle.TUPLE: _push(lambda machine: tuple(machine.pop_mark())),
+    pickle.TUPLE1: _tuple_of(1),
+    pickle.TUPLE2: _tuple_of(2),
+    pickle.TUPLE3: _tuple_of(3),
+    pickle.FROZENSET: _push(_frozenset),
+    pickle.APPEND: _append,
+    pickle.APPENDS: _append_items,
+    pickle.SETITEM: _set_item,
+    pickle.SETITEMS: _set_items,
+    pickle.ADDITEMS: lambda machine: machine.add_items(machine.pop_mark()),
+    pickle.GLOBAL: lambda machine: machine.find(machine.line(), machine.line()),
+    pickle.STACK_GLOBAL: _stack_global,
+    pickle.REDUCE: Machine.call,
+    pickle.NEWOBJ: Machine.make_instance,
+    pickle.BUILD: Machine.build,
+    pickle.BINPUT: lambda machine: machine.put(machine.number(1)),
+    pickle.LONG_BINPUT: lambda machine: machine.put(machine.number(4)),
+}.items():
+    _HANDLERS[_opcode[0]] = _handler

@@ -1,0 +1,210 @@
+"""Owns a checkpoint's folder in a local (or mounted) file system, and its one atomic commit."""
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from typing_extensions import Buffer
+
+from holdfast._io.local_buffers import BUFFER_NBYTES
+from holdfast._io.local_reader import LocalReader
+from holdfast._io.local_writer import LocalWriter, flush_to_disk, naming, write_fully
+from holdfast._io.store import ByteStore, byte_view, check_name
+from holdfast.errors import CheckpointNotFoundError, StorageError, UnsafeMetadataError
+
+__all__ = ["TEMPORARY_SUFFIX", "LocalStore"]
+
+TEMPORARY_SUFFIX = ".tmp"
+"""Ends the name of the file that ``replace`` renames. One that a crash left behind is in ``list``."""
+
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# Without O_NONBLOCK, opening a named pipe that somebody planted would wait for ever.
+_OLD = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class LocalStore(ByteStore):
+    """A folder of a local file system.
+
+    Symbolic links inside the folder are neither followed nor overwritten; the folder itself may be
+    reached through one. Reading needs read access to the folder and its files, and nothing more.
+
+    Args:
+        path: The folder. It need not exist until ``make``.
+        direct_writes: Write large durable files past the page cache where the file system can.
+        direct_reads: Read large cold ranges past the page cache where the file system can. That is
+            faster for one reader; turn it off where several processes of a machine read the same bytes,
+            of which the page cache would fetch one copy for all.
+        follow_links: Let ``open``, ``read``, ``exists`` and ``list`` follow links to files, for folders
+            that are made of links on purpose, such as the cache of a model hub.
+    """
+
+    def __init__(
+        self,
+        path: "str | os.PathLike[str]",
+        *,
+        direct_writes: bool = True,
+        direct_reads: bool = True,
+        follow_links: bool = False,
+    ) -> None:
+        self.url = os.fspath(path)
+        self._folder = os.path.abspath(self.url)
+        self._direct_writes = direct_writes
+        self._direct_reads = direct_reads
+        self._follow_links = follow_links
+
+    def make(self) -> None:
+        """Make the folder and those above it, durably; see ByteStore."""
+        missing = []
+        folder = self._folder
+        while not os.path.isdir(folder):
+            missing.append(folder)
+            folder = os.path.dirname(folder)
+        for folder in reversed(missing):
+            _make_folder(folder)
+
+    def create(self, name: str, *, nbytes_hint: int | None = None, durable: bool = True) -> LocalWriter:
+        """Start a new file; see ByteStore."""
+        path = self._path(check_name(name))
+        try:
+            fd = os.open(path, _NEW, 0o666)
+        except FileExistsError as error:
+            raise StorageError(
+                f"{path}: exists already, and files of a checkpoint are never overwritten. Remove it, or "
+                "save to another folder.",
+                path=path,
+            ) from error
+        small = nbytes_hint is not None and nbytes_hint < BUFFER_NBYTES
+        return LocalWriter(path, fd, durable=durable, direct=self._direct_writes and durable and not small)
+
+    def open(self, name: str) -> LocalReader:
+        """Open a file for reading; see ByteStore."""
+        path = self._path(check_name(name, error=UnsafeMetadataError))
+        try:
+            fd = os.open(path, _OLD if self._follow_links else _OLD | os.O_NOFOLLOW)
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(f"{path}: there is no such file.", path=path) from error
+        except OSError as error:
+            # Linux says ELOOP for a link that must not be followed, the BSDs EMLINK; ENXIO is a socket.
+            if error.errno in {errno.ELOOP, errno.EMLINK, errno.ENXIO}:
+                raise _not_regular(path) from error
+            raise
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise _not_regular(path)
+        os.set_blocking(fd, True)
+        return LocalReader(path, fd, direct=self._direct_reads)
+
+    def replace(self, name: str, data: Buffer, *, durable: bool = True) -> None:
+        """Put ``data`` under ``name`` in one atomic step; see ByteStore."""
+        path = self._path(check_name(name))
+        view = byte_view(data)
+        temporary = f"{name}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
+        # All names are relative to one open folder: it may be moved meanwhile, and still gets all of it.
+        with naming(path), _open_folder(self._folder) as folder:
+            fd = os.open(temporary, _NEW, 0o666, dir_fd=folder)
+            try:
+                try:
+                    write_fully(fd, [view], 0)
+                    if durable:
+                        flush_to_disk(fd)
+                finally:
+                    os.close(fd)
+                os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            except BaseException:
+                _unlink(temporary, folder=folder)
+                raise
+            if durable:
+                _sync_folder(folder)
+
+    def exists(self, name: str) -> bool:
+        """Whether there is a regular file of that name."""
+        try:
+            found = os.stat(self._path(check_name(name)), follow_symlinks=self._follow_links)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return stat.S_ISREG(found.st_mode)
+
+    def list(self) -> dict[str, int]:
+        """The name and size of every regular file."""
+        try:
+            with os.scandir(self._folder) as entries:
+                sizes = {entry.name: self._size(entry) for entry in entries}
+        except FileNotFoundError:
+            return {}
+        return {name: size for name, size in sizes.items() if size is not None}
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Remove files, or links in their place; a missing one is fine."""
+        paths = [self._path(check_name(name)) for name in names]
+        failures = [_unlink(path) for path in paths]
+        for failure in filter(None, failures):
+            raise failure
+
+    def sync(self) -> None:
+        """Make the names of finished files durable."""
+        with naming(self._folder), _open_folder(self._folder) as folder:
+            _sync_folder(folder)
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._folder, name)
+
+    def _size(self, entry: "os.DirEntry[str]") -> int | None:
+        try:
+            if entry.is_file(follow_symlinks=self._follow_links):
+                return entry.stat(follow_symlinks=self._follow_links).st_size
+        except FileNotFoundError:
+            pass  # removed since the folder was read
+        return None
+
+
+def _make_folder(path: str) -> None:
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        # Another rank was faster, and makes it durable before it reports success.
+        if not os.path.isdir(path):
+            raise
+    else:
+        with _open_folder(os.path.dirname(path)) as parent:
+            _sync_folder(parent)
+
+
+def _unlink(path: str, *, folder: int | None = None) -> OSError | None:
+    """Remove a file. A missing one is fine; any other failure is returned."""
+    try:
+        os.unlink(path, dir_fd=folder)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return error
+    return None
+
+
+@contextmanager
+def _open_folder(path: str) -> Iterator[int]:
+    fd = os.open(path, _FOLDER)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _sync_folder(fd: int) -> None:
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        # Some network file systems know no fsync of a folder; there is no other way to ask them.
+        if error.errno not in {errno.EINVAL, errno.ENOTSUP}:
+            raise
+
+
+def _not_regular(path: str) -> StorageError:
+    return StorageError(
+        f"{path}: is a link, or something else that is no regular file, and is not opened. If the folder is "
+        "made of links on purpose, copy the files that they point to.",
+        path=path,
+    )

@@ -1,0 +1,43 @@
+"""Owns the page-aligned memory through which files are read and written past the page cache."""
+
+import mmap
+import os
+import threading
+
+__all__ = ["BUFFER_NBYTES", "borrow", "give_back"]
+
+BUFFER_NBYTES = 8 << 20
+"""One buffer. Rings of 4 x 8 MiB wrote as fast as 4 x 32 MiB, with a third less CPU: more of it stays in
+cache."""
+
+_IDLE_LIMIT = 4
+# Memory fresh from the kernel costs 2 ms per buffer in page faults, so a few stay: 32 MiB at most.
+
+_idle: list[mmap.mmap] = []
+_lock = threading.Lock()
+
+
+def borrow() -> mmap.mmap:
+    """A page-aligned buffer of BUFFER_NBYTES with anything in it. Never waits: callers bound their number."""
+    with _lock:
+        if _idle:
+            return _idle.pop()
+    # Private: a shared mapping would still be written to by a forked child.
+    return mmap.mmap(-1, BUFFER_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def give_back(buffer: mmap.mmap) -> None:
+    """Return a buffer of which no view is in use any more."""
+    with _lock:
+        if len(_idle) < _IDLE_LIMIT:
+            _idle.append(buffer)
+            return
+    buffer.close()
+
+
+def _forget_after_fork() -> None:
+    global _lock  # noqa: PLW0603 - another thread may have held it when the process was copied
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

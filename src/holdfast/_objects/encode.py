@@ -1,0 +1,95 @@
+"""Values that are not tensors, in the container that ``torch.load`` reads."""
+
+import io
+import logging
+import pickle
+from typing import Any
+
+import torch
+
+from holdfast._format.torch_item import ItemFrame, bytes_item
+from holdfast._io.blocks import crc32_combine
+from holdfast._objects.allowed import is_allowed
+from holdfast._objects.stored import StoredObject
+from holdfast.errors import PlanError
+
+__all__ = ["encode_object"]
+
+logger = logging.getLogger(__name__)
+
+# Protocol 4 keeps bytes as bytes; torch's own protocol 2 spells them out as text, 9 bytes of memory each.
+_PROTOCOL = 4
+
+
+def encode_object(key: str, value: Any) -> io.BytesIO:
+    """The stream that stands for ``value`` in a checkpoint.
+
+    Bytes are stored as they are. What holds tensors goes through ``torch.save``; everything else is a
+    pickle in the same kind of container.
+
+    Raises:
+        PlanError: The value cannot be pickled.
+    """
+    if type(value) in (bytes, bytearray):
+        item = bytes_item(len(value), combine=crc32_combine, kind=type(value))
+        return StoredObject(item, memoryview(value))
+    stream = io.BytesIO()
+    pickler = _Pickler(stream, _PROTOCOL)
+    try:
+        pickler.dump(value)
+    except _HoldsTensorsError:
+        return _save_by_torch(key, value)
+    except Exception as error:
+        raise _refused(key, value, error) from error
+    if pickler.classes:
+        _say_what_loading_needs(key, pickler.classes)
+    payload = stream.getbuffer()
+    return StoredObject(ItemFrame([(b"a/version", b"3\n")], b"a/data.pkl", len(payload)), payload)
+
+
+class _HoldsTensorsError(Exception):
+    pass
+
+
+class _Pickler(pickle.Pickler):
+    """Stops at the first tensor, and notes which classes the reader will have to allow."""
+
+    def __init__(self, stream: io.BytesIO, protocol: int) -> None:
+        super().__init__(stream, protocol)
+        self.classes: set[str] = set()
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor | torch.UntypedStorage | torch.TypedStorage):
+            raise _HoldsTensorsError
+        named = obj if isinstance(obj, type) or callable(obj) else type(obj)
+        module, name = getattr(named, "__module__", ""), getattr(named, "__qualname__", "")
+        if not is_allowed(module, name):
+            self.classes.add(f"{module}.{name}")
+        return NotImplemented
+
+
+def _save_by_torch(key: str, value: Any) -> io.BytesIO:
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+    except Exception as error:
+        raise _refused(key, value, error) from error
+    stream.seek(0)
+    return stream
+
+
+def _refused(key: str, value: Any, error: Exception) -> PlanError:
+    return PlanError(
+        f"{key}: a {type(value).__module__}.{type(value).__qualname__} cannot be saved: {error}. "
+        "Leave it out of the state, or give it a state_dict and a load_state_dict method.",
+        key=key,
+    )
+
+
+def _say_what_loading_needs(key: str, classes: set[str]) -> None:
+    logger.warning(
+        "%s: this value needs %s to be loaded, which is not run by default: pass it in safe_globals, or "
+        "allow_pickle=True, to load",
+        key,
+        ", ".join(sorted(classes)),
+    )

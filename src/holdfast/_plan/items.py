@@ -1,0 +1,112 @@
+"""The lines of plans: what a rank could write of a value, and what it must read to fill one."""
+
+from typing import Any
+
+import torch
+
+from holdfast._geometry import Box, cover_of, intersect
+from holdfast._tensors.chunks import is_sharded, is_tensor, local_chunks, refuse_unsavable
+from holdfast.errors import InvalidPlanError
+from holdfast.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from holdfast.planner import LoadItemType, ReadItem, TensorWriteData, WriteItem, WriteItemType
+
+__all__ = ["read_items_for_object", "read_items_for_tensor", "write_items"]
+
+_NOWHERE = torch.Size()
+
+
+def write_items(key: str, value: Any) -> list[WriteItem]:
+    """What this rank could write under ``key``.
+
+    Raises:
+        PlanError: The value cannot be saved exactly.
+    """
+    if not is_tensor(value):
+        return [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)]
+    refuse_unsavable(key, value)
+    kind = WriteItemType.SHARD if is_sharded(value) else WriteItemType.TENSOR
+    chunks = local_chunks(value)
+    if not chunks:
+        return []
+    properties = _properties_of(value)
+    size = value.size()
+    return [
+        WriteItem(
+            MetadataIndex(key, chunk.offsets), kind, tensor_data=TensorWriteData(chunk, properties, size)
+        )
+        for chunk in chunks
+    ]
+
+
+def _properties_of(value: Any) -> TensorProperties:
+    if isinstance(value, torch.Tensor):
+        # Asking whether CPU memory is pinned costs a call into the accelerator's runtime.
+        if value.device.type == "cpu" and not torch.cuda.is_available():
+            return TensorProperties(value.dtype, value.layout, value.requires_grad)
+        return TensorProperties.create_from_tensor(value)
+    described = value.metadata().tensor_properties
+    return TensorProperties(
+        described.dtype,
+        described.layout,
+        described.requires_grad,
+        described.memory_format,
+        described.pin_memory,
+    )
+
+
+def read_items_for_object(key: str) -> list[ReadItem]:
+    """The one line that reads a value which is not a tensor."""
+    index = MetadataIndex(key)
+    return [ReadItem(LoadItemType.BYTE_IO, index, _NOWHERE, index, _NOWHERE, _NOWHERE)]
+
+
+def read_items_for_tensor(key: str, stored: TensorStorageMetadata, value: Any) -> list[ReadItem]:
+    """The boxes of stored chunks that together fill what this rank holds of ``value``.
+
+    Raises:
+        InvalidPlanError: The stored chunks leave an element of it unwritten.
+    """
+    items: list[ReadItem] = []
+    for number, wanted in enumerate(local_chunks(value)):
+        items += _fill_chunk(key, stored, wanted, number)
+    return items
+
+
+def _fill_chunk(
+    key: str, stored: TensorStorageMetadata, wanted: ChunkStorageMetadata, number: int
+) -> list[ReadItem]:
+    # The usual case, and the only one for 100,000 plain tensors: one chunk, wanted as it was stored.
+    if len(stored.chunks) == 1 and stored.chunks[0] == wanted:
+        zeros = torch.Size([0] * len(wanted.sizes))
+        index = MetadataIndex(key, wanted.offsets, 0)
+        dest = index if number == 0 else MetadataIndex(key, wanted.offsets, number)
+        return [ReadItem(LoadItemType.TENSOR, dest, zeros, index, zeros, wanted.sizes)]
+    box = Box(tuple(wanted.offsets), tuple(wanted.sizes))
+    dest = MetadataIndex(key, wanted.offsets, number)
+    items, covered = [], []
+    for position, chunk in enumerate(stored.chunks):
+        both = intersect(box, Box(tuple(chunk.offsets), tuple(chunk.sizes)))
+        if both is None:
+            continue
+        in_dest = tuple(a - b for a, b in zip(both.offsets, box.offsets, strict=True))
+        in_chunk = tuple(a - b for a, b in zip(both.offsets, chunk.offsets, strict=True))
+        covered.append(Box(in_dest, both.lengths))
+        items.append(
+            ReadItem(
+                LoadItemType.TENSOR,
+                dest,
+                torch.Size(in_dest),
+                MetadataIndex(key, chunk.offsets, position),
+                torch.Size(in_chunk),
+                torch.Size(both.lengths),
+            )
+        )
+    hole = cover_of(box.lengths, covered)
+    if hole is not None:
+        start = tuple(a + b for a, b in zip(hole.offsets, box.offsets, strict=True))
+        raise InvalidPlanError(
+            f"{key}: no chunk of the checkpoint holds the elements from {start} with lengths {hole.lengths}; "
+            "the checkpoint is incomplete, and loading it would leave them as they are",
+            key=key,
+        )
+    return items

@@ -1,0 +1,1 @@
+"""Checkpoints over any ByteStore: items into files, items out of files, and the commit."""

@@ -1,0 +1,310 @@
+"""A checkpoint in a ByteStore: all its items written, all that a plan asks for read, and the commit."""
+
+import heapq
+import io
+import logging
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from holdfast._format.metadata_file import FILE_NAME
+from holdfast._io import pool
+from holdfast._io.pool import Budget, Cancellation
+from holdfast._io.store import ByteStore, FileReader
+from holdfast._plan.merge import chunk_nbytes
+from holdfast._storage.commit import dump_metadata, file_names, load_metadata
+from holdfast._storage.delivery import Counter
+from holdfast._storage.item_writer import ItemWriter
+from holdfast._storage.object_reader import object_job
+from holdfast._storage.packs import is_small, pack_jobs
+from holdfast._storage.record import StorageInfo
+from holdfast._storage.source import Chunk, ReadContext, Source
+from holdfast._storage.tensor_reader import tensor_jobs
+from holdfast.errors import CheckpointNotFoundError, InvalidPlanError, StorageError, TruncatedFileError
+from holdfast.extension import ExtensionRegistry, StreamTransformExtension
+from holdfast.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from holdfast.storage import WriteResult
+
+__all__ = [
+    "DEFAULT_BUDGET",
+    "commit",
+    "existing_checkpoint",
+    "read_items",
+    "read_metadata_file",
+    "remove_unreferenced",
+    "write_items",
+]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BUDGET = 256 * 1024 * 1024
+"""The most memory that a save or a load takes besides what it saves from or loads into."""
+
+_LARGEST_METADATA = 16 << 30
+_DATA_FILE = re.compile(r"__\d+_\d+(-[0-9a-f]+)?\.distcp")
+_RANK_METADATA = re.compile(r"__\d+\.metadata")
+_LEFTOVER = re.compile(r"(__\d+)?\.metadata\.tmp.*")
+
+
+def write_items(
+    store: ByteStore,
+    plan: SavePlan,
+    planner: SavePlanner,
+    *,
+    name_file: Callable[[int], str],
+    one_file: bool,
+    threads: int,
+    durable: bool,
+    transforms: Sequence[StreamTransformExtension],
+) -> list[WriteResult]:
+    """Write every item of a plan into new files; on return they are on stable storage, names included."""
+    buckets = _deal(plan.items, threads) if one_file else [[item] for item in plan.items]
+    cancellation = Cancellation()
+
+    def job(number: int, items: list[WriteItem]) -> list[WriteResult]:
+        name = name_file(number)
+        hint = sum(map(chunk_nbytes, items)) + 1024 * len(items)
+        with store.create(name, nbytes_hint=hint, durable=durable) as file:
+            writer = ItemWriter(file, name, transforms)
+            for item in items:
+                cancellation.check()
+                _add(writer, item, planner)
+            return writer.finish()
+
+    jobs = [(lambda number=number, items=items: job(number, items)) for number, items in enumerate(buckets)]
+    results = pool.run(jobs, threads=threads, cancellation=cancellation)
+    if durable and results:
+        store.sync()
+    return [result for of_file in results for result in of_file]
+
+
+def _add(writer: ItemWriter, item: WriteItem, planner: SavePlanner) -> None:
+    data: Any = planner.resolve_data(item)
+    try:
+        if isinstance(data, torch.Tensor):
+            data = data.detach()
+        elif not isinstance(data, io.BytesIO):
+            raise InvalidPlanError(
+                f"{item.index.fqn}: the planner gave a {type(data).__name__}, not a tensor or BytesIO",
+                key=item.index.fqn,
+            )
+        writer.add(item, data)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        # The system knows the file; only we know what was being written into it.
+        raise OSError(
+            error.errno, f"{error.strerror} (while writing {item.index.fqn})", error.filename
+        ) from error
+
+
+def _deal(items: list[WriteItem], count: int) -> list[list[WriteItem]]:
+    """Items in ``count`` groups of about the same number of bytes; no group is empty unless all are."""
+    count = max(1, min(count, len(items)))
+    if count == 1:
+        return [items]
+    groups: list[list[WriteItem]] = [[] for _ in range(count)]
+    heap = [(0, number) for number in range(count)]
+    for item in sorted(items, key=chunk_nbytes, reverse=True):
+        nbytes, number = heapq.heappop(heap)
+        groups[number].append(item)
+        heapq.heappush(heap, (nbytes + chunk_nbytes(item) + 1, number))
+    return [group for group in groups if group]
+
+
+def commit(
+    store: ByteStore,
+    metadata: Metadata,
+    *,
+    name: str = FILE_NAME,
+    world_size: int,
+    durable: bool,
+    torch_compatible: bool,
+) -> None:
+    """Make the checkpoint exist: one atomic replace of its metadata file."""
+    pieces = dump_metadata(metadata, world_size=world_size, torch_compatible=torch_compatible)
+    store.replace(name, b"".join(pieces), durable=durable)
+
+
+def existing_checkpoint(store: ByteStore) -> str | None:
+    """The name of a file that shows that there is a checkpoint, of any form; None if there is none."""
+    for name in sorted(store.list()):
+        if name == FILE_NAME or _RANK_METADATA.fullmatch(name) or name.endswith(".safetensors"):
+            return name
+    return None
+
+
+def remove_unreferenced(store: ByteStore, metadata: Metadata, *, only_rank: int | None = None) -> None:
+    """After a commit: remove data files that the checkpoint does not use, and leftovers of other saves.
+
+    A failure is logged and not raised: the checkpoint is complete, and the files are only in the way.
+
+    Args:
+        store: The checkpoint's folder.
+        metadata: What was committed.
+        only_rank: For a checkpoint of one rank's own part, that rank: the others' files are not touched.
+    """
+    used = file_names(metadata)
+    prefix = "" if only_rank is None else f"__{only_rank}_"
+    doomed = [
+        name
+        for name in store.list()
+        if name not in used
+        and (
+            (_DATA_FILE.fullmatch(name) and name.startswith(prefix))
+            or (only_rank is None and (_RANK_METADATA.fullmatch(name) or _LEFTOVER.fullmatch(name)))
+        )
+    ]
+    try:
+        store.delete(doomed)
+    except (OSError, StorageError) as error:
+        logger.warning("%s: files of an earlier save could not be removed: %s", store.url, error)
+
+
+def read_metadata_file(store: ByteStore, *, rank: int | None = None, allow_pickle: bool = False) -> Metadata:
+    """The metadata of the checkpoint in a store.
+
+    Raises:
+        CheckpointNotFoundError: There is no complete checkpoint.
+        IntegrityError: There is one, and its metadata is damaged or unsafe.
+    """
+    name = FILE_NAME if rank is None else f"__{rank}{FILE_NAME}"
+    try:
+        data = store.read(name, max_bytes=_LARGEST_METADATA)
+    except CheckpointNotFoundError as error:
+        raise CheckpointNotFoundError(_explain_absence(store, name), path=store.url) from error
+    metadata, _ = load_metadata(data, path=f"{store.url}/{name}", allow_pickle=allow_pickle)
+    return metadata
+
+
+def _explain_absence(store: ByteStore, name: str) -> str:
+    names = store.list()
+    if not names:
+        return f"no checkpoint at {store.url}: there is no such folder, or it is empty"
+    if any(_DATA_FILE.fullmatch(other) for other in names):
+        return (
+            f"no complete checkpoint at {store.url}: it has data files, but no {name}; the save did not end"
+        )
+    near = ", ".join(sorted(names)[:5])
+    return f"no checkpoint at {store.url}: it has no {name} (it has {near})"
+
+
+def read_items(
+    store: ByteStore,
+    plan: LoadPlan,
+    planner: LoadPlanner,
+    metadata: Metadata,
+    *,
+    registry: ExtensionRegistry,
+    threads: int,
+    budget: int,
+    verify: bool,
+) -> None:
+    """Read every item of a plan and hand it to the planner.
+
+    Before the first one is handed over, every file is open and long enough for all that is asked of it.
+    Objects come before tensors, so that one that is refused is found before a tensor is overwritten.
+    """
+    places: dict[MetadataIndex, StorageInfo] = metadata.storage_data
+    cancellation = Cancellation()
+    counter = Counter(planner)
+    context = ReadContext(counter, registry, Budget(budget, cancellation), cancellation, verify)
+    files: dict[str, FileReader] = {}
+    try:
+        objects, tensors = [], []
+        for file, wanted in _by_file(store, plan, places, files):
+            of_objects, of_tensors = _jobs(context, file, wanted, metadata)
+            objects += of_objects
+            tensors += of_tensors
+        for jobs in (objects, tensors):
+            pool.run(jobs, threads=threads, cancellation=cancellation)
+    except BaseException as error:
+        _say_what_changed(error, counter.touched)
+        raise
+    finally:
+        for opened in files.values():
+            opened.close()
+
+
+def _by_file(
+    store: ByteStore,
+    plan: LoadPlan,
+    places: dict[MetadataIndex, StorageInfo],
+    files: dict[str, FileReader],
+) -> list[tuple[FileReader, list[tuple[StorageInfo, ReadItem]]]]:
+    wanted: dict[str, list[tuple[StorageInfo, ReadItem]]] = {}
+    for item in plan.items:
+        place = places.get(item.storage_index)
+        if place is None:
+            raise InvalidPlanError(
+                f"{item.storage_index.fqn}: the checkpoint has no chunk at {item.storage_index.offset}",
+                key=item.storage_index.fqn,
+            )
+        wanted.setdefault(place.relative_path, []).append((place, item))
+    for name, of_file in wanted.items():
+        key = of_file[0][1].dest_index.fqn
+        try:
+            files[name] = file = store.open(name)
+        except CheckpointNotFoundError as error:
+            raise CheckpointNotFoundError(
+                f"{key} and {len(of_file) - 1} more: {name} of the checkpoint {store.url} is missing",
+                key=key,
+                path=f"{store.url}/{name}",
+            ) from error
+        place, item = max(of_file, key=lambda pair: pair[0].offset + pair[0].length)
+        if place.offset + place.length > file.nbytes:
+            raise TruncatedFileError(
+                f"{item.dest_index.fqn}: {file.path} has {file.nbytes} bytes, expected at least "
+                f"{place.offset + place.length}. Restore the file, or load another checkpoint.",
+                key=item.dest_index.fqn,
+                path=file.path,
+                expected=place.offset + place.length,
+                found=file.nbytes,
+            )
+    return [(files[name], of_file) for name, of_file in wanted.items()]
+
+
+def _jobs(
+    context: ReadContext, file: FileReader, wanted: list[tuple[StorageInfo, ReadItem]], metadata: Metadata
+) -> tuple[list[Callable[[], None]], list[Callable[[], None]]]:
+    objects: list[Callable[[], None]] = []
+    tensors: list[Callable[[], None]] = []
+    small: list[tuple[Chunk, ReadItem]] = []
+    for place, item in sorted(wanted, key=lambda pair: pair[0].offset):
+        if item.type == LoadItemType.BYTE_IO:
+            objects.append(object_job(Source(context, file, place), item))
+            continue
+        chunk = _chunk(place, item.storage_index, metadata)
+        if is_small(chunk, item):
+            small.append((chunk, item))
+        else:
+            tensors += tensor_jobs(Source(context, file, place), chunk, item)
+    return objects, [*pack_jobs(context, file, small), *tensors]
+
+
+def _chunk(place: StorageInfo, index: MetadataIndex, metadata: Metadata) -> Chunk:
+    entry = metadata.state_dict_metadata[index.fqn]
+    assert isinstance(entry, TensorStorageMetadata)
+    chunks, hint = entry.chunks, index.index
+    box = chunks[hint] if hint is not None and hint < len(chunks) else None
+    if box is None or box.offsets != index.offset:
+        box = next((c for c in chunks if index.offset is None or c.offsets == index.offset), None)
+    if box is None:
+        raise InvalidPlanError(f"{index.fqn}: the checkpoint has no chunk at {index.offset}", key=index.fqn)
+    return Chunk(place, tuple(box.sizes), entry.properties.dtype)
+
+
+def _say_what_changed(error: BaseException, touched: list[str]) -> None:
+    keys = sorted(set(touched))
+    if not keys:
+        note = "nothing was changed by this load"
+    else:
+        more = f" and {len(keys) - 10} more" if len(keys) > 10 else ""
+        note = f"the load had begun: {len(keys)} values are changed: {', '.join(keys[:10])}{more}"
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    elif error.args and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])

@@ -1,0 +1,38 @@
+"""Values that are not tensors, out of their files and into the planner's hands."""
+
+import io
+from collections.abc import Callable
+
+from holdfast._objects import LoadedObject
+from holdfast._storage.source import Source, filled, naming
+from holdfast._storage.transformed import read_transformed
+from holdfast.planner import ReadItem
+
+__all__ = ["object_job"]
+
+
+def object_job(source: Source, item: ReadItem) -> Callable[[], None]:
+    """A job that reads one value and hands it over."""
+
+    def job() -> None:
+        counter, key = source.context.counter, item.dest_index.fqn
+        with naming(key):
+            stream = _read(source)
+            with counter.lock:
+                counter.planner.load_bytes(item, stream)
+                counter.touched.append(key)
+
+    return job
+
+
+def _read(source: Source) -> io.BytesIO:
+    place = source.place
+    if place.transform_descriptors:
+        return io.BytesIO(read_transformed(source))
+    if not place.is_checked:
+        return io.BytesIO(filled(place.length, lambda view: source.file.read_into(place.offset, view)))
+    payload = filled(place.payload_nbytes, lambda view: source.read(0, view))
+    if place.payload_nbytes == place.length:
+        return io.BytesIO(payload)
+    head, tail = source.read_wrap()
+    return LoadedObject(head, payload, tail)

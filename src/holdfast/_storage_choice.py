@@ -1,0 +1,41 @@
+"""Which storage serves a place, when the caller names only the place."""
+
+import os
+
+from holdfast.errors import UsageError
+from holdfast.filesystem import FileSystemReader, FileSystemWriter
+from holdfast.storage import StorageReader, StorageWriter
+
+__all__ = ["choose_reader", "choose_writer"]
+
+
+def choose_writer(
+    writer: StorageWriter | None, checkpoint_id: str | os.PathLike[str] | None
+) -> StorageWriter:
+    """The caller's writer at the caller's place, or a new one that suits the place."""
+    if writer is not None:
+        writer.reset(checkpoint_id)
+        return writer
+    return FileSystemWriter(_local_place(checkpoint_id, "storage_writer"))
+
+
+def choose_reader(
+    reader: StorageReader | None, checkpoint_id: str | os.PathLike[str] | None
+) -> StorageReader:
+    """The caller's reader at the caller's place, or a new one that suits the place."""
+    if reader is not None:
+        reader.reset(checkpoint_id)
+        return reader
+    return FileSystemReader(_local_place(checkpoint_id, "storage_reader"))
+
+
+def _local_place(checkpoint_id: str | os.PathLike[str] | None, instead: str) -> str | os.PathLike[str]:
+    if not checkpoint_id:
+        raise UsageError(f"where is the checkpoint? Pass checkpoint_id, or a {instead} that knows.")
+    if not isinstance(checkpoint_id, str | os.PathLike):
+        raise UsageError(f"checkpoint_id must be a path, not {type(checkpoint_id).__name__}")
+    if "://" in os.fspath(checkpoint_id):
+        raise UsageError(
+            f"{checkpoint_id!s} is not a folder; pass a {instead} for it", path=str(checkpoint_id)
+        )
+    return checkpoint_id

@@ -1,0 +1,1 @@
+"""Tensors of every kind as chunks and as bytes in the memory of the host."""

@@ -1,0 +1,55 @@
+"""The bytes of tensors in the memory of the host, without copies where there need be none."""
+
+import ctypes
+from collections.abc import Iterator
+
+import torch
+
+__all__ = ["host_pieces", "is_plain_memory", "memory_of"]
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, writable; it keeps the tensor alive."""
+    nbytes = tensor.numel() * tensor.itemsize
+    if nbytes == 0:
+        return memoryview(bytearray())
+    # ctypes rather than numpy: it knows every dtype, and numpy is not among our dependencies.
+    memory = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
+    memory.owner = tensor  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
+
+
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements are its memory, in row-major order, readable by the host."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not (tensor.is_complex() and tensor.is_conj())
+        and not tensor.is_neg()
+    )
+
+
+def host_pieces(tensor: torch.Tensor, max_bytes: int) -> Iterator[memoryview]:
+    """The tensor's elements in row-major order, as one piece after the other.
+
+    A contiguous CPU tensor is one piece, and is not copied. Of any other, at most ``max_bytes`` are copied
+    at a time (or one element of the first dimensions, if that is larger and cannot be split): let go of a
+    piece before asking for the next.
+    """
+    tensor = tensor.detach()
+    if is_plain_memory(tensor):
+        yield memory_of(tensor)
+        return
+    if tensor.dim() == 0 or tensor.numel() * tensor.itemsize <= max_bytes:
+        # resolve_conj and resolve_neg write out what a lazy bit only promises.
+        copied = tensor.resolve_conj().resolve_neg().to("cpu").contiguous()
+        yield memory_of(copied)
+        return
+    row_bytes = tensor[0].numel() * tensor.itemsize
+    rows = max(1, max_bytes // max(1, row_bytes))
+    for start in range(0, tensor.shape[0], rows):
+        part = tensor[start : start + rows]
+        if rows == 1:
+            yield from host_pieces(part[0], max_bytes)
+        else:
+            yield from host_pieces(part, max_bytes)

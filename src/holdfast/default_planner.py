@@ -1,0 +1,404 @@
+"""The planners that are used unless the caller brings others: any nested state, any layout to any layout."""
+
+import dataclasses
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from holdfast._objects import decode_object, encode_object
+from holdfast._plan.cache import PlanCache
+from holdfast._plan.fit import Fit, check_fit
+from holdfast._plan.items import read_items_for_object, read_items_for_tensor, write_items
+from holdfast._plan.merge import assign_writers, describe, find_problems
+from holdfast._plan.structure import Slot, Structure, flatten, unflatten
+from holdfast._tensors.chunks import find_chunk, is_tensor
+from holdfast.errors import InvalidPlanError, UsageError
+from holdfast.metadata import (
+    STATE_DICT_TYPE,
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from holdfast.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType
+
+__all__ = [
+    "DefaultLoadPlanner",
+    "DefaultSavePlanner",
+    "EmptyStateDictLoadPlanner",
+    "create_default_global_load_plan",
+    "create_default_global_save_plan",
+    "create_default_local_load_plan",
+    "create_default_local_save_plan",
+]
+
+logger = logging.getLogger(__name__)
+
+
+class DefaultSavePlanner(SavePlanner):
+    """Saves any nested state, each value exactly once, exactly.
+
+    Args:
+        flatten_state_dict: Open nested dicts, and lists that hold tensors, so that each tensor is stored
+            on its own. Without it only top-level tensors are, and everything else is one object.
+        flatten_sharded_tensors: Accepted for compatibility: shards are always stored as chunks of their
+            tensor.
+        dedup_replicated_tensors: Deprecated and without effect: what several ranks hold is always
+            written once.
+        dedup_save_to_lowest_rank: Let the lowest rank that holds a replicated value write it, instead of
+            spreading the work over the ranks.
+        enable_plan_caching: Plan once, and use the plan again while nothing that it depends on changes.
+    """
+
+    mappings: dict[str, Any]
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        dedup_replicated_tensors: bool | None = None,
+        dedup_save_to_lowest_rank: bool = False,
+        enable_plan_caching: bool = False,
+    ) -> None:
+        if dedup_replicated_tensors is not None:
+            warnings.warn(
+                "dedup_replicated_tensors has no effect: replicated values are always written once. "
+                "Leave the argument out.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+        self.flatten_state_dict = flatten_state_dict
+        self.flatten_sharded_tensors = flatten_sharded_tensors
+        self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
+        self.mappings = {}
+        self._enable_plan_caching = enable_plan_caching
+        self._cached_plans_key: str = type(self).__name__
+
+    def set_up_planner(
+        self,
+        state_dict: STATE_DICT_TYPE,  # type: ignore[type-arg]
+        storage_meta: StorageMeta | None = None,  # noqa: ARG002 - for subclasses
+        is_coordinator: bool = False,
+    ) -> None:
+        """Flatten the state."""
+        if self.flatten_state_dict:
+            state_dict, self.mappings, _ = flatten(state_dict, _is_any_tensor)
+        self.state_dict = state_dict
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        """One item for each tensor or chunk and each other value of this rank."""
+        plan = create_default_local_save_plan(self.state_dict, self.is_coordinator)
+        if self.flatten_state_dict:
+            plan = dataclasses.replace(plan, planner_data=self.mappings)
+        self.plan = plan
+        if self._enable_plan_caching:
+            return PlanCache(self._cached_plans_key).offer(plan)
+        return plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Give each value to one rank, describe the whole, and check that nothing overlaps or is left out."""
+        if self._enable_plan_caching:
+            cache = PlanCache(self._cached_plans_key)
+            answers, self.global_plan, self.metadata = cache.merge(all_plans, self._merge)
+            return answers, self.metadata
+        self.global_plan, self.metadata = self._merge(all_plans)
+        return self.global_plan, self.metadata
+
+    def _merge(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans = assign_writers(all_plans, lowest_rank=self.dedup_save_to_lowest_rank)
+        plans, metadata = create_default_global_save_plan(plans)
+        if self.flatten_state_dict:
+            merged = Structure()
+            for plan in plans:
+                merged.merge(plan.planner_data or {})
+            metadata = dataclasses.replace(metadata, planner_data=merged)
+        # A single rank may save its own shards alone: then the rest of the tensor is not its affair.
+        problems = find_problems(metadata, whole=len(all_plans) > 1)
+        if problems:
+            raise InvalidPlanError("Failed to validate global plan: " + "; ".join(problems[:16]))
+        return plans, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Take the coordinator's plan, or the cached one if it says that nothing changed."""
+        if self._enable_plan_caching:
+            new_plan = PlanCache(self._cached_plans_key).finish(new_plan, self.plan)
+        self.plan = new_plan
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The tensor itself, or the object in the form that it is stored in."""
+        data: torch.Tensor | io.BytesIO
+        data = self.transform_object(write_item, self.lookup_object(write_item.index))
+        return data
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The value that ``index`` names; for a sharded tensor the local chunk. For subclasses to extend."""
+        value = self.state_dict[index.fqn]
+        return find_chunk(value, index) if is_tensor(value) else value
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """Bring a value into the form that is stored. For subclasses to extend."""
+        if write_item.type == WriteItemType.BYTE_IO:
+            return encode_object(write_item.index.fqn, object)
+        return object
+
+
+class DefaultLoadPlanner(LoadPlanner):
+    """Loads into any nested state, in place, whatever layout the checkpoint has.
+
+    Before anything is read, all that does not fit is reported together: keys, shapes, dtypes, kinds.
+
+    Args:
+        flatten_state_dict: Open nested dicts and lists as the saving planner did.
+        flatten_sharded_tensors: Accepted for compatibility; see :class:`DefaultSavePlanner`.
+        allow_partial_load: Leave alone what the checkpoint does not have, instead of raising.
+        strict: What to do with keys of the checkpoint that the state does not have. True raises; False
+            says nothing; None, the default, logs a warning where the state has the container that they
+            belong to, since then they are more likely forgotten than unwanted.
+        cast: What to do where dtypes differ. True casts whatever the difference; False raises; None, the
+            default, casts within a kind (float32 to bfloat16) with one warning that lists the keys, and
+            raises across kinds (float to int).
+        allow_pickle: Let objects be unpickled freely. That runs whatever code the checkpoint holds: only
+            for checkpoints that you would also run as a program.
+        safe_globals: Classes and functions that objects of the checkpoint may use besides the usual ones.
+    """
+
+    original_state_dict: dict[str, Any]
+    mappings: dict[str, Any]
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        allow_partial_load: bool = False,
+        *,
+        strict: bool | None = None,
+        cast: bool | None = None,
+        allow_pickle: bool = False,
+        safe_globals: Iterable[Callable[..., Any] | type] = (),
+    ) -> None:
+        self.flatten_state_dict = flatten_state_dict
+        self.flatten_sharded_tensors = flatten_sharded_tensors
+        self.allow_partial_load = allow_partial_load
+        self.strict = strict
+        self.cast = cast
+        self.allow_pickle = allow_pickle
+        self.safe_globals = tuple(safe_globals)
+        self.original_state_dict = {}
+        self.mappings = {}
+        self._slots: dict[str, Slot] = {}
+
+    def set_up_planner(
+        self,
+        state_dict: STATE_DICT_TYPE,  # type: ignore[type-arg]
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Flatten the state, and remember where each leaf stands in it."""
+        self.original_state_dict = state_dict
+        self._flatten(open_every_dict=True)
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def _flatten(self, *, open_every_dict: bool) -> None:
+        original = self.original_state_dict
+        if self.flatten_state_dict:
+            self.state_dict, self.mappings, self._slots = flatten(
+                original, _is_any_tensor, open_every_dict=open_every_dict
+            )
+        else:
+            self.state_dict = original
+            self._slots = {key: (original, key) for key in original}
+
+    def create_local_plan(self) -> LoadPlan:
+        """Which boxes of which stored chunks fill this rank's part of the state."""
+        if self.metadata is None:
+            raise UsageError("the planner was set up without the checkpoint's metadata")
+        self._follow_old_keys()
+        return create_default_local_load_plan(
+            self.state_dict,
+            self.metadata,
+            strict=not self.allow_partial_load,
+            refuse_unexpected=self.strict,
+            cast=self.cast,
+        )
+
+    def _follow_old_keys(self) -> None:
+        """Use the flat keys of torch before 2.4 if the checkpoint has some that only that rule makes."""
+        assert self.metadata is not None
+        stored = self.metadata.state_dict_metadata
+        if not self.flatten_state_dict or not stored.keys() - self.state_dict.keys():
+            return
+        now = (self.state_dict, self.mappings, self._slots)
+        self._flatten(open_every_dict=False)
+        if not (self.state_dict.keys() - now[0].keys()) & stored.keys():
+            self.state_dict, self.mappings, self._slots = now
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Each rank reads what it needs."""
+        return create_default_global_load_plan(global_plan)
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Give memory to tensors on the meta device; nothing has been changed before this."""
+        for key in {item.dest_index.fqn for item in central_plan.items}:
+            value = self.state_dict[key]
+            if isinstance(value, torch.Tensor) and value.device.type == "meta" and type(value) in _MADE_ANEW:
+                self._put(key, torch.empty_like(value, device=_home_device()))
+        return central_plan
+
+    def _put(self, key: str, value: Any) -> None:
+        self.state_dict[key] = value
+        container, slot = self._slots.get(key, (self.state_dict, key))
+        container[slot] = value
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Decode an object and put it where it stood in the state."""
+        key = read_item.dest_index.fqn
+        self._put(
+            key,
+            decode_object(key, value, allow_pickle=self.allow_pickle, safe_globals=self.safe_globals),
+        )
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The box of the state's own memory that the item fills."""
+        return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Nothing to do: ``resolve_tensor`` gave the state's own memory."""
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """The tensor, or the local chunk of it, that ``index`` names. For subclasses to extend."""
+        return find_chunk(self.state_dict[index.fqn], index)
+
+    def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
+        """Narrow the tensor to the box that the item fills. For subclasses to extend."""
+        if tensor.shape == read_item.lengths:
+            return tensor
+        for dimension, (start, length) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
+            tensor = tensor.narrow(dimension, start, length)
+        return tensor
+
+
+def _is_any_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+_MADE_ANEW = {torch.Tensor, torch.nn.Parameter}
+
+
+def _home_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
+    """Loads a checkpoint without a state to load into: builds the nested state from the checkpoint.
+
+    The ``state_dict`` given to ``load`` must be empty; it is filled. Every tensor is held whole by this
+    process.
+
+    Args:
+        keys: Load only these flat keys, and whatever is below these names. None for everything.
+        *args: As for :class:`DefaultLoadPlanner`.
+        **kwargs: As for :class:`DefaultLoadPlanner`.
+    """
+
+    def __init__(self, keys: Iterable[str] | None = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.keys = None if keys is None else set(keys)
+
+    def set_up_planner(
+        self,
+        state_dict: STATE_DICT_TYPE,  # type: ignore[type-arg]
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Build the state, with memory for every tensor."""
+        if state_dict:
+            raise UsageError("the state to load into must be empty: it is built from the checkpoint")
+        if metadata is None:
+            raise UsageError("the planner was set up without the checkpoint's metadata")
+        paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        leaves = {
+            key: torch.empty(entry.size, dtype=entry.properties.dtype)
+            if isinstance(entry, TensorStorageMetadata)
+            else entry
+            for key, entry in metadata.state_dict_metadata.items()
+            if self.keys is None or self._is_wanted(key, paths.get(key, (key,)))
+        }
+        containers = getattr(paths, "containers", None) if self.keys is None else None
+        state_dict.update(unflatten(leaves, paths, containers))
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        if self.keys is not None and self.strict is None:
+            self.strict = False
+
+    def _is_wanted(self, key: str, path: tuple[Any, ...]) -> bool:
+        assert self.keys is not None
+        names = {".".join(map(str, path[:depth])) for depth in range(1, len(path) + 1)}
+        return key in self.keys or not names.isdisjoint(self.keys)
+
+
+def create_default_local_save_plan(state_dict: dict[str, Any], is_coordinator: bool) -> SavePlan:  # noqa: ARG001
+    """What one rank offers to write: an item for each tensor, chunk and other value of a flat state.
+
+    Values that are the same on every rank are offered by every rank; the global plan keeps one of them.
+    """
+    return SavePlan([item for key, value in state_dict.items() for item in write_items(key, value)])
+
+
+def create_default_global_save_plan(
+    all_plans: list[SavePlan], rewrite_index_hints: bool = True
+) -> tuple[list[SavePlan], Metadata]:
+    """Describe what the plans write, which must name each item once.
+
+    Args:
+        all_plans: The plans in rank order.
+        rewrite_index_hints: Put each chunk's place in the metadata into its item's name, as a hint.
+    """
+    return describe(all_plans, rewrite_hints=rewrite_index_hints)
+
+
+def create_default_local_load_plan(
+    state_dict: dict[str, Any],
+    metadata: Metadata,
+    strict: bool = True,
+    *,
+    refuse_unexpected: bool | None = False,
+    cast: bool | None = None,
+) -> LoadPlan:
+    """What one rank must read to fill a flat state.
+
+    Args:
+        state_dict: The flat state.
+        metadata: The checkpoint's metadata.
+        strict: Raise if the checkpoint lacks a key of the state; False leaves that key out.
+        refuse_unexpected: As ``strict`` of :class:`DefaultLoadPlanner`.
+        cast: As for :class:`DefaultLoadPlanner`.
+
+    Raises:
+        PlanError: Something does not fit; the error lists everything that does not.
+    """
+    fit = Fit(allow_missing=not strict, refuse_unexpected=refuse_unexpected, cast=cast)
+    wanted = check_fit(state_dict, metadata, fit)
+    items: list[ReadItem] = []
+    for key in wanted:
+        entry = metadata.state_dict_metadata[key]
+        if isinstance(entry, BytesStorageMetadata):
+            items += read_items_for_object(key)
+        else:
+            items += read_items_for_tensor(key, entry, state_dict[key])
+    return LoadPlan(items)
+
+
+def create_default_global_load_plan(all_plans: list[LoadPlan]) -> list[LoadPlan]:
+    """Loading needs no decision for all ranks: the plans as they are."""
+    return all_plans

@@ -1,0 +1,321 @@
+"""Checkpoints in a folder of a file system: the writer and the reader that are used by default."""
+
+import dataclasses
+import os
+import uuid
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+from torch.futures import Future
+
+from holdfast._file_system import FileSystem, FileSystemBase
+from holdfast._foreign import called_by_torch, our_load_planner, our_save_planner, to_ours, to_torch
+from holdfast._format.metadata_file import FILE_NAME
+from holdfast._io.local import LocalStore
+from holdfast._io.store import ByteStore
+from holdfast._storage.checkpoint import (
+    DEFAULT_BUDGET,
+    commit,
+    existing_checkpoint,
+    read_items,
+    read_metadata_file,
+    remove_unreferenced,
+    write_items,
+)
+from holdfast._storage.commit import VERSION
+from holdfast.errors import CheckpointExistsError, UsageError
+from holdfast.extension import ExtensionRegistry, StreamTransformExtension
+from holdfast.metadata import Metadata, StorageMeta
+from holdfast.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from holdfast.storage import StorageReader, StorageWriter, WriteResult
+
+__all__ = ["FileSystem", "FileSystemBase", "FileSystemReader", "FileSystemWriter", "SerializationFormat"]
+
+DEFAULT_SUFFIX = ".distcp"
+# Compression keeps a core busy: one file, and so one thread, each.
+_TRANSFORM_THREADS = min(4, os.cpu_count() or 1)
+_READ_THREADS = 4
+
+
+class SerializationFormat(Enum):
+    """How tensors are stored: as ``torch.load`` reads them, or as safetensors files."""
+
+    TORCH_SAVE = "torch_save"
+    SAFETENSORS = "safetensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class _FilePrefix:
+    """How a rank's files are called: its own prefix, and what tells this save from all others."""
+
+    prefix: str
+    save: str
+
+
+class FileSystemWriter(StorageWriter):
+    """Writes a checkpoint into a folder.
+
+    Until ``finish`` the folder's old checkpoint is there, whole; after it, the new one. Every save writes
+    files of its own, so that it never touches another's; what nobody refers to is removed afterwards.
+
+    Args:
+        path: The folder; made if it does not exist.
+        single_file_per_rank: One file for each thread of a rank. False: a file for each item.
+        sync_files: Wait until files are on stable storage. Without it a crash of the machine, not of the
+            program, may lose the checkpoint.
+        thread_count: How many threads write, each into a file of its own. One is enough for most disks.
+        per_thread_copy_ahead: Accepted for compatibility; ``memory_budget`` bounds what is copied ahead.
+        cache_staged_state_dict: Accepted for compatibility.
+        overwrite: Whether a checkpoint that is in the folder may be replaced.
+        _extensions: Stream transforms that each item goes through; the first one stands next to the file.
+        serialization_format: Only ``TORCH_SAVE``.
+        torch_compatible: Write what stock torch needs to read the checkpoint, too.
+        memory_budget: The most bytes of memory taken besides the state.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        _extensions: Sequence[StreamTransformExtension] | None = None,
+        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+        *,
+        torch_compatible: bool = True,
+        memory_budget: int = DEFAULT_BUDGET,
+    ) -> None:
+        if thread_count < 1:
+            raise UsageError(f"thread_count must be at least 1, not {thread_count}")
+        if serialization_format is not SerializationFormat.TORCH_SAVE:
+            raise UsageError(
+                "FileSystemWriter writes TORCH_SAVE only; safetensors have a writer of their own"
+            )
+        self.fs: FileSystemBase = FileSystem()
+        self.path = self.fs.init_path(path)
+        self.single_file_per_rank = single_file_per_rank
+        self.sync_files = sync_files
+        self.thread_count = thread_count
+        self.per_thread_copy_ahead = per_thread_copy_ahead
+        self.cache_staged_state_dict = cache_staged_state_dict
+        self.overwrite = overwrite
+        self.extensions = tuple(_extensions or ())
+        self.serialization_format = serialization_format
+        self.torch_compatible = torch_compatible
+        self.memory_budget = memory_budget
+        self.save_id = uuid.uuid4().hex
+        self.rank: int | None = None
+        self.use_collectives = True
+        self._world_size = 1
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new save, at another folder if one is named."""
+        if checkpoint_id:
+            self.path = self.fs.init_path(checkpoint_id)
+        self.save_id = uuid.uuid4().hex
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Learn the rank, and whether ranks write one checkpoint together."""
+        self.rank = kwargs.get("rank")
+        self.use_collectives = kwargs.get("use_collectives", True)
+
+    def _store(self) -> ByteStore:
+        return LocalStore(os.fspath(self.path))
+
+    @property
+    def _own_rank(self) -> int | None:
+        """The rank whose part alone is being written; None where ranks write together."""
+        return None if self.use_collectives else self.rank
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make the folder, and refuse to replace a checkpoint unless that is allowed."""
+        store = self._store()
+        store.make()
+        there = None if self.overwrite else existing_checkpoint(store)
+        if there is not None:
+            raise CheckpointExistsError(
+                f"Checkpoint already exists: {self.path} has {there}, and overwrite=False was given",
+                path=str(self.path),
+            )
+        if self._own_rank is not None:
+            return dataclasses.replace(plan, storage_data=self._prefix(self._own_rank))
+        return plan
+
+    def _prefix(self, rank: int) -> _FilePrefix:
+        return _FilePrefix(f"__{rank}_", self.save_id[:12])
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Tell each rank what its files are called."""
+        self._world_size = len(plans)
+        return [
+            dataclasses.replace(plan, storage_data=self._prefix(rank)) if plan.storage_data is None else plan
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
+        """Write every item into new files, and wait until the disk has them."""
+        names = plan.storage_data
+
+        def name_file(number: int) -> str:
+            return f"{names.prefix}{number}-{names.save}{DEFAULT_SUFFIX}"
+
+        results = write_items(
+            self._store(),
+            to_ours(plan),
+            our_save_planner(planner),
+            name_file=name_file,
+            one_file=self.single_file_per_rank,
+            threads=max(self.thread_count, _TRANSFORM_THREADS) if self.extensions else self.thread_count,
+            durable=self.sync_files,
+            transforms=self.extensions,
+        )
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit, then remove what the checkpoint does not use."""
+        metadata.version = VERSION
+        metadata.storage_data = {
+            to_ours(result.index): result.storage_data for of_rank in results for result in of_rank
+        }
+        metadata.storage_meta = self.storage_meta()
+        ours, store, rank = to_ours(metadata), self._store(), self._own_rank
+        commit(
+            store,
+            ours,
+            name=FILE_NAME if rank is None else f"__{rank}{FILE_NAME}",
+            world_size=self._world_size,
+            durable=self.sync_files,
+            torch_compatible=self.torch_compatible,
+        )
+        remove_unreferenced(store, ours, only_rank=rank)
+
+    def storage_meta(self) -> StorageMeta | None:
+        """The folder and the save's own id."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The folder."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it names a place in a file system."""
+        return FileSystem.validate_checkpoint_id(checkpoint_id)
+
+
+class FileSystemReader(StorageReader):
+    """Reads a checkpoint from a folder, ours or torch's.
+
+    Only the bytes that are needed are read. Of our checkpoints each is checked; of torch's, each tensor
+    that is read whole. The folder needs to be readable, nothing more.
+
+    Args:
+        path: The folder.
+        _extension_registry: Knows stream transforms besides the built-in ones.
+        thread_count: How many threads read.
+        memory_budget: The most bytes of memory taken besides the state.
+        verify: Compare checksums. False saves about a tenth of the time and finds no damage.
+        allow_pickle: Let planner data in the metadata be unpickled freely, running what code it holds.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        _extension_registry: ExtensionRegistry | None = None,
+        *,
+        thread_count: int = _READ_THREADS,
+        memory_budget: int = DEFAULT_BUDGET,
+        verify: bool = True,
+        allow_pickle: bool = False,
+    ) -> None:
+        if thread_count < 1:
+            raise UsageError(f"thread_count must be at least 1, not {thread_count}")
+        self.fs: FileSystemBase = FileSystem()
+        self.path = self.fs.init_path(path)
+        self.registry = _extension_registry or ExtensionRegistry()
+        self.thread_count = thread_count
+        self.memory_budget = memory_budget
+        self.verify = verify
+        self.allow_pickle = allow_pickle
+        self.load_id = uuid.uuid4().hex
+        self.storage_data: dict[Any, Any] = {}
+        self.rank: int | None = None
+        self.use_collectives = True
+        self._metadata: Metadata | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new load, from another folder if one is named."""
+        if checkpoint_id:
+            self.path = self.fs.init_path(checkpoint_id)
+        self.load_id = uuid.uuid4().hex
+        self.storage_data = {}
+        self._metadata = None
+
+    def _store(self) -> ByteStore:
+        return LocalStore(os.fspath(self.path))
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
+        """The checkpoint's metadata; with ``rank``, that of one rank's own part."""
+        metadata = read_metadata_file(self._store(), rank=kwargs.get("rank"), allow_pickle=self.allow_pickle)
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        if called_by_torch():
+            theirs: Metadata = to_torch(metadata)
+            return theirs
+        return metadata
+
+    def set_up_storage_reader(
+        self,
+        metadata: Metadata,
+        is_coordinator: bool,  # noqa: ARG002
+        *args: Any,  # noqa: ARG002
+        **kwargs: Any,
+    ) -> None:
+        """Keep the metadata."""
+        self._metadata = to_ours(metadata)
+        self.storage_data = self._metadata.storage_data
+        self.rank = kwargs.get("rank")
+        self.use_collectives = kwargs.get("use_collectives", True)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to add."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
+        """Read what the plan asks for, and hand it to the planner."""
+        if self._metadata is None:
+            raise UsageError("set_up_storage_reader must be called before read_data")
+        read_items(
+            self._store(),
+            to_ours(plan),
+            our_load_planner(planner),
+            self._metadata,
+            registry=self.registry,
+            threads=self.thread_count,
+            budget=self.memory_budget,
+            verify=self.verify,
+        )
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The folder."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it names a place in a file system."""
+        return FileSystem.validate_checkpoint_id(checkpoint_id)

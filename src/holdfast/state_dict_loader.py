@@ -1,0 +1,126 @@
+"""Loading a checkpoint."""
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed as dist
+from typing_extensions import deprecated
+
+from holdfast._engine.load import run_load
+from holdfast._engine.stateful import open_states, return_states
+from holdfast._foreign import our_load_planner, our_storage_reader
+from holdfast._ranks.exchange import open_exchange
+from holdfast._storage_choice import choose_reader
+from holdfast.default_planner import DefaultLoadPlanner, EmptyStateDictLoadPlanner
+from holdfast.errors import UsageError
+from holdfast.planner import LoadPlanner
+from holdfast.storage import StorageReader
+
+__all__ = ["load", "load_state_dict"]
+
+
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    strict: bool | None = None,
+    cast: bool | None = None,
+    allow_partial_load: bool = False,
+    allow_pickle: bool = False,
+    safe_globals: Iterable[Callable[..., Any] | type] = (),
+) -> None:
+    """Load a checkpoint into a state, in place: on every rank of the group, each its own part.
+
+    Tensors are filled where they are, whatever layout the checkpoint was saved in. Other values are
+    replaced in the containers that they stand in. Stateful objects, wherever they stand, get their
+    loaded state by ``load_state_dict``.
+
+    Everything that does not fit (keys, shapes, dtypes, kinds) is reported in one error before anything is
+    read or changed. Every byte read is checked. No code of the checkpoint is run.
+
+    Args:
+        state_dict: What to fill. Tensors must have their shape and device already.
+        checkpoint_id: Where from: a folder. Not needed if ``storage_reader`` knows.
+        storage_reader: What to read with; by default a ``FileSystemReader`` on ``checkpoint_id``.
+        planner: What decides what is read. By default a ``DefaultLoadPlanner`` with the options below; a
+            planner of your own has its own, so that they cannot be given besides it.
+        process_group: The ranks that load together; by default all.
+        no_dist: Load in this process alone, whatever groups there are.
+        strict: What to do with keys of the checkpoint that the state does not have: True raises, False
+            says nothing, None logs a warning where they look forgotten.
+        cast: What to do where dtypes differ: True casts, False raises, None casts within a kind with a
+            warning and raises across kinds.
+        allow_partial_load: Leave alone what the checkpoint does not have, instead of raising.
+        allow_pickle: Let objects be unpickled freely, running whatever code the checkpoint holds.
+        safe_globals: Classes and functions that objects of the checkpoint may use.
+
+    Raises:
+        UsageError: The arguments do not go together.
+        CheckpointException: A step failed on some rank; also an instance of that failure's class, such
+            as MissingKeyError, ShapeMismatchError, ChecksumError or CheckpointNotFoundError.
+
+    Example:
+        >>> holdfast.load({"model": model, "optimizer": optimizer}, checkpoint_id="checkpoints/100")
+    """
+    options = {
+        "strict": strict,
+        "cast": cast,
+        "allow_partial_load": allow_partial_load,
+        "allow_pickle": allow_pickle,
+        "safe_globals": tuple(safe_globals),
+    }
+    if planner is not None and any(options.values()):
+        given = ", ".join(name for name, value in options.items() if value)
+        raise UsageError(f"give {given} to the planner that you pass, not to load")
+    reader = choose_reader(storage_reader, checkpoint_id)
+    opened, found = open_states(state_dict)
+    run_load(
+        opened,
+        DefaultLoadPlanner(**options) if planner is None else our_load_planner(planner),  # type: ignore[arg-type]
+        our_storage_reader(reader),
+        open_exchange(process_group, no_dist=no_dist),
+    )
+    return_states(state_dict, opened, found)
+
+
+@deprecated("load_state_dict is deprecated: use load", category=FutureWarning)
+def load_state_dict(
+    state_dict: dict[str, Any],
+    storage_reader: StorageReader,
+    process_group: dist.ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: LoadPlanner | None = None,
+) -> None:
+    """The name of :func:`load` before torch 2.2. Stateful objects are not opened."""
+    storage_reader.reset()
+    run_load(
+        state_dict,
+        DefaultLoadPlanner() if planner is None else our_load_planner(planner),
+        our_storage_reader(storage_reader),
+        open_exchange(process_group, no_dist=no_dist, coordinator_rank=coordinator_rank),
+    )
+
+
+def _load_state_dict_from_keys(
+    keys: set[str] | str | None = None,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Load what is under ``keys``, or everything, into a new nested state; torch has it under this name."""
+    state: dict[str, Any] = {}
+    wanted = {keys} if isinstance(keys, str) else keys
+    run_load(
+        state,
+        EmptyStateDictLoadPlanner(wanted or None),
+        our_storage_reader(choose_reader(storage_reader, checkpoint_id)),
+        open_exchange(process_group, no_dist=False),
+    )
+    return state

@@ -1,0 +1,113 @@
+"""Saving a checkpoint."""
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+from typing_extensions import deprecated
+
+from holdfast._engine.save import run_save
+from holdfast._engine.stateful import open_states
+from holdfast._foreign import our_save_planner, our_storage_writer
+from holdfast._ranks.exchange import Alone, open_exchange
+from holdfast._storage_choice import choose_writer
+from holdfast.default_planner import DefaultSavePlanner
+from holdfast.metadata import STATE_DICT_TYPE, Metadata
+from holdfast.planner import SavePlanner
+from holdfast.storage import StorageWriter
+
+__all__ = ["save", "save_state_dict"]
+
+
+def save(
+    state_dict: STATE_DICT_TYPE,  # type: ignore[type-arg]
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Metadata:
+    """Save a state: on every rank of the group, each its own part.
+
+    When ``save`` returns, on any rank, the checkpoint is complete, counted and on stable storage. When it
+    raises, nothing was committed: what was at that place before is there still, whole. A crash at any
+    instant leaves the old checkpoint or the new one.
+
+    Stateful objects (modules, optimizers), wherever they stand in the state, are saved as their
+    ``state_dict()``. Nested dicts, lists, tuples, numbers, strings, bytes and other picklable values are
+    saved as they are, keys of every type included.
+
+    Args:
+        state_dict: What to save. It is not changed.
+        checkpoint_id: Where to: a folder. Not needed if ``storage_writer`` knows.
+        storage_writer: What to write with; by default a ``FileSystemWriter`` on ``checkpoint_id``.
+        planner: What decides what is written; by default ``DefaultSavePlanner()``.
+        process_group: The ranks that save together; by default all. Rank 0 of it coordinates.
+        no_dist: Save from this process alone, whatever groups there are.
+        use_collectives: False: each rank writes a checkpoint of its own part, ``__{rank}.metadata``,
+            without a word to the others.
+
+    Returns:
+        The metadata of the checkpoint.
+
+    Raises:
+        UsageError: Neither a place nor a writer was given.
+        CheckpointException: A step failed on some rank; also an instance of that failure's class.
+
+    Example:
+        >>> holdfast.save({"model": model, "optimizer": optimizer}, checkpoint_id="checkpoints/100")
+    """
+    opened, _ = open_states(state_dict)
+    return _save(
+        opened,
+        choose_writer(storage_writer, checkpoint_id),
+        planner,
+        process_group=process_group,
+        no_dist=no_dist,
+        use_collectives=use_collectives,
+    )
+
+
+@deprecated("save_state_dict is deprecated: use save", category=FutureWarning)
+def save_state_dict(
+    state_dict: STATE_DICT_TYPE,  # type: ignore[type-arg]
+    storage_writer: StorageWriter,
+    process_group: dist.ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: SavePlanner | None = None,
+) -> Metadata:
+    """The name of :func:`save` before torch 2.2. Stateful objects are not opened."""
+    storage_writer.reset()
+    return _save(
+        state_dict,
+        storage_writer,
+        planner,
+        process_group=process_group,
+        coordinator_rank=coordinator_rank,
+        no_dist=no_dist,
+    )
+
+
+def _save(
+    state_dict: dict[str, Any],
+    writer: StorageWriter,
+    planner: SavePlanner | None,
+    *,
+    process_group: dist.ProcessGroup | None,
+    coordinator_rank: int = 0,
+    no_dist: bool,
+    use_collectives: bool = True,
+) -> Metadata:
+    exchange = open_exchange(process_group, no_dist=no_dist, coordinator_rank=coordinator_rank)
+    if not use_collectives:
+        exchange = Alone(exchange.rank)
+    return run_save(
+        state_dict,
+        DefaultSavePlanner() if planner is None else our_save_planner(planner),
+        our_storage_writer(writer),
+        exchange,
+        use_collectives=use_collectives,
+    )
