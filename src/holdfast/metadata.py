@@ -172,5 +172,5 @@ class MetadataIndex:
         # object.__setattr__ is twice as slow, which counts at a million chunks.
         fields = self.__dict__
         fields["fqn"] = fqn
-        fields["offset"] = None if offset is None else torch.Size(offset)
+        fields["offset"] = offset if offset is None or type(offset) is torch.Size else torch.Size(offset)
         fields["index"] = index

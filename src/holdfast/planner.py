@@ -54,6 +54,11 @@ class BytesIOWriteData:
     nbytes: int
 
 
+# The records that a plan has one of for each tensor write their instance's dict themselves: a frozen
+# dataclass's own __init__ goes through object.__setattr__ and takes three times as long, which counts at a
+# million chunks.
+
+
 @dataclass(frozen=True)
 class TensorWriteData:
     """Which part of which tensor an item holds: its chunk, the tensor's properties and whole shape."""
@@ -61,6 +66,14 @@ class TensorWriteData:
     chunk: ChunkStorageMetadata
     properties: TensorProperties
     size: torch.Size
+
+    def __init__(
+        self, chunk: ChunkStorageMetadata, properties: TensorProperties, size: torch.Size
+    ) -> None:
+        fields = self.__dict__
+        fields["chunk"] = chunk
+        fields["properties"] = properties
+        fields["size"] = size
 
 
 @dataclass(frozen=True)
@@ -78,6 +91,19 @@ class WriteItem:
     type: WriteItemType
     bytes_io_data: BytesIOWriteData | None = None
     tensor_data: TensorWriteData | None = None
+
+    def __init__(
+        self,
+        index: MetadataIndex,
+        type: WriteItemType,  # noqa: A002 - the field's name is torch's
+        bytes_io_data: BytesIOWriteData | None = None,
+        tensor_data: TensorWriteData | None = None,
+    ) -> None:
+        fields = self.__dict__
+        fields["index"] = index
+        fields["type"] = type
+        fields["bytes_io_data"] = bytes_io_data
+        fields["tensor_data"] = tensor_data
 
     def tensor_storage_size(self) -> int | None:
         """The bytes of the whole tensor that this item is a part of, or None if it is not of a tensor.
@@ -110,6 +136,23 @@ class ReadItem:
     storage_index: MetadataIndex
     storage_offsets: torch.Size
     lengths: torch.Size
+
+    def __init__(
+        self,
+        type: LoadItemType,  # noqa: A002 - the field's name is torch's
+        dest_index: MetadataIndex,
+        dest_offsets: torch.Size,
+        storage_index: MetadataIndex,
+        storage_offsets: torch.Size,
+        lengths: torch.Size,
+    ) -> None:
+        fields = self.__dict__
+        fields["type"] = type
+        fields["dest_index"] = dest_index
+        fields["dest_offsets"] = dest_offsets
+        fields["storage_index"] = storage_index
+        fields["storage_offsets"] = storage_offsets
+        fields["lengths"] = lengths
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,13 @@ class WriteResult:
     size_in_bytes: int
     storage_data: Any
 
+    def __init__(self, index: MetadataIndex, size_in_bytes: int, storage_data: Any) -> None:
+        # Written directly, as in the records of a plan.
+        fields = self.__dict__
+        fields["index"] = index
+        fields["size_in_bytes"] = size_in_bytes
+        fields["storage_data"] = storage_data
+
 
 class StorageWriter(abc.ABC):
     """Writes a checkpoint to one kind of storage.

@@ -22,7 +22,7 @@ RING = 4
 PAGE = max(mmap.PAGESIZE, 4096)
 """Offsets and sizes past the page cache are multiples of this; no disk in use asks for more."""
 
-_GATHER_BELOW = 64 << 10  # below this a copy is cheaper than one more entry of the kernel's vector
+_GATHER_BELOW = 64 << 10  # smaller pieces are gathered: thousands of system calls cost more than the copy
 
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
@@ -75,9 +75,9 @@ def set_direct(fd: int, on: bool) -> bool:
 class LocalWriter(FileWriter):
     """Writes one new file of a local file system.
 
-    A durable file goes past the page cache, which takes half the CPU and does not push other things
-    out of memory. It goes through the page cache and is flushed where the file system refuses that, and
-    when the file is smaller than one buffer.
+    A durable file goes past the page cache, which takes less than half the CPU and does not push other
+    things out of memory. It goes through the page cache and is flushed where the file system refuses
+    that, and when the file is smaller than one buffer: up to there both take the same time.
 
     Args:
         path: The file, for messages and for removing it.

@@ -63,9 +63,13 @@ class FileWriter(ABC):
         self.position = 0
         self._ended: str | None = None
 
-    def write(self, data: Buffer) -> None:
-        """Append the bytes of any contiguous buffer."""
-        self._take(data, None)
+    def write(self, data: Buffer, sums: BlockSums | None = None) -> None:
+        """Append the bytes of any contiguous buffer.
+
+        With ``sums``, they are the next bytes of a payload that comes in several writes: its checksums
+        are computed in the same pass, of the bytes that are handed to the storage.
+        """
+        self._take(data, sums)
 
     def write_blocks(self, data: Buffer, block_size: int = BLOCK_SIZE) -> "array[int]":
         """Append ``data`` as a payload, and return the CRC-32 of each of its blocks.

@@ -30,9 +30,11 @@ def write_items(key: str, value: Any) -> list[WriteItem]:
         return []
     properties = _properties_of(value)
     size = value.size()
+    # A tensor that is not sharded has one chunk, and this is it: the hint need not be found later.
+    hint = 0 if kind is WriteItemType.TENSOR else None
     return [
         WriteItem(
-            MetadataIndex(key, chunk.offsets), kind, tensor_data=TensorWriteData(chunk, properties, size)
+            MetadataIndex(key, chunk.offsets, hint), kind, None, TensorWriteData(chunk, properties, size)
         )
         for chunk in chunks
     ]
@@ -40,10 +42,8 @@ def write_items(key: str, value: Any) -> list[WriteItem]:
 
 def _properties_of(value: Any) -> TensorProperties:
     if isinstance(value, torch.Tensor):
-        # Asking whether CPU memory is pinned costs a call into the accelerator's runtime.
-        if value.device.type == "cpu" and not torch.cuda.is_available():
-            return TensorProperties(value.dtype, value.layout, value.requires_grad)
-        return TensorProperties.create_from_tensor(value)
+        # Whether memory is pinned is deprecated knowledge, and asking costs a call into the runtime.
+        return TensorProperties(value.dtype, value.layout, value.requires_grad)
     described = value.metadata().tensor_properties
     return TensorProperties(
         described.dtype,
@@ -77,7 +77,7 @@ def _fill_chunk(
 ) -> list[ReadItem]:
     # The usual case, and the only one for 100,000 plain tensors: one chunk, wanted as it was stored.
     if len(stored.chunks) == 1 and stored.chunks[0] == wanted:
-        zeros = torch.Size([0] * len(wanted.sizes))
+        zeros = wanted.offsets if not any(wanted.offsets) else torch.Size([0] * len(wanted.sizes))
         index = MetadataIndex(key, wanted.offsets, 0)
         dest = index if number == 0 else MetadataIndex(key, wanted.offsets, number)
         return [ReadItem(LoadItemType.TENSOR, dest, zeros, index, zeros, wanted.sizes)]

@@ -84,9 +84,7 @@ def write_items(
 def _add(writer: ItemWriter, item: WriteItem, planner: SavePlanner) -> None:
     data: Any = planner.resolve_data(item)
     try:
-        if isinstance(data, torch.Tensor):
-            data = data.detach()
-        elif not isinstance(data, io.BytesIO):
+        if not isinstance(data, torch.Tensor | io.BytesIO):
             raise InvalidPlanError(
                 f"{item.index.fqn}: the planner gave a {type(data).__name__}, not a tensor or BytesIO",
                 key=item.index.fqn,

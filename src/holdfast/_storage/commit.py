@@ -1,5 +1,6 @@
 """Between ``Metadata`` and the bytes of ``.metadata``: what a commit writes and a reader makes of it."""
 
+import functools
 import pickle
 import time
 from collections.abc import Iterable, Iterator
@@ -60,14 +61,17 @@ def dump_metadata(metadata: Metadata, *, world_size: int, torch_compatible: bool
 
 def _rows(metadata: Metadata) -> Iterator[tuple[MetadataIndex, StorageInfo]]:
     """Each item's name and place, in the order of the keys and of their chunks."""
-    places = metadata.storage_data
+    places: dict[MetadataIndex, StorageInfo] = metadata.storage_data
+    by_key: dict[str, list[tuple[MetadataIndex, StorageInfo]]] = {}
+    for index, place in places.items():
+        by_key.setdefault(index.fqn, []).append((index, place))
     for key, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            for number, chunk in enumerate(entry.chunks):
-                index = MetadataIndex(key, chunk.offsets, number)
-                yield index, places[index]
-        else:
-            index = MetadataIndex(key)
+        found = by_key[key]
+        if len(found) == 1 or not isinstance(entry, TensorStorageMetadata):
+            yield found[0]
+            continue
+        for number, chunk in enumerate(entry.chunks):
+            index = MetadataIndex(key, chunk.offsets, number)
             yield index, places[index]
 
 
@@ -75,14 +79,16 @@ def _word(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
+@functools.lru_cache(maxsize=1024)
+def _in_words(
+    dtype: object, layout: object, requires_grad: bool, memory_format: object, pin_memory: bool
+) -> Properties:
+    return Properties(_word(dtype), _word(layout), requires_grad, _word(memory_format), pin_memory)
+
+
 def _properties(properties: TensorProperties) -> Properties:
-    return Properties(
-        _word(properties.dtype),
-        _word(properties.layout),
-        properties.requires_grad,
-        _word(properties.memory_format),
-        properties.pin_memory,
-    )
+    p = properties
+    return _in_words(p.dtype, p.layout, p.requires_grad, p.memory_format, p.pin_memory)
 
 
 class _Vocabulary(dict[Any, int]):
@@ -170,8 +176,8 @@ def _torch_pickle(metadata: Metadata, rows: Iterable[tuple[MetadataIndex, Storag
             key,
             TorchTensor(
                 TorchProperties(*_properties(entry.properties)),
-                tuple(entry.size),
-                [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks],
+                entry.size,
+                [(chunk.offsets, chunk.sizes) for chunk in entry.chunks],
             )
             if isinstance(entry, TensorStorageMetadata)
             else None,
@@ -181,7 +187,7 @@ def _torch_pickle(metadata: Metadata, rows: Iterable[tuple[MetadataIndex, Storag
     storage = (
         (
             index.fqn,
-            None if index.offset is None else tuple(index.offset),
+            index.offset,
             index.index,
             info.relative_path,
             info.offset,

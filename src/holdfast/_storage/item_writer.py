@@ -102,7 +102,7 @@ class ItemWriter:
         self.file.write(head)
         sums = BlockSums(BLOCK_SIZE)
         for piece in _pieces(data):
-            self.file._take(piece, sums)
+            self.file.write(piece, sums)
         blocks = sums.finish()
         tail = item.tail(position, combine_blocks(blocks, item.payload_nbytes))
         self.file.write(tail)
@@ -121,7 +121,7 @@ class ItemWriter:
         position = self.file.position
         sums = BlockSums(BLOCK_SIZE)
         with data.getbuffer() as content:
-            self.file._take(content, sums)
+            self.file.write(content, sums)
         nbytes = self.file.position - position
         self._record(write_item, position, nbytes, 0, nbytes, nbytes, _little(sums.finish()), 0)
 
@@ -229,5 +229,5 @@ class _Sink(io.RawIOBase):
 
     def write(self, data: Any, /) -> int:
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
-        self.file._take(view, self.sums)
+        self.file.write(view, self.sums)
         return len(view)

@@ -1,5 +1,6 @@
 """Tensors of every kind as chunks: which boxes of which tensor this rank holds, and their memory."""
 
+import functools
 from typing import Any
 
 import torch
@@ -22,11 +23,13 @@ def is_tensor(value: Any) -> bool:
 
     Sparse and quantized tensors are more than their elements. They are stored as objects, whole.
     """
+    if type(value) in _PLAIN_TYPES:
+        return value.layout is torch.strided and not value.is_quantized and not value.is_nested
     if isinstance(value, ShardedTensor):
         return True
     return (
         isinstance(value, torch.Tensor)
-        and value.layout == torch.strided
+        and value.layout is torch.strided
         and not value.is_quantized
         and not value.is_nested
     )
@@ -34,7 +37,7 @@ def is_tensor(value: Any) -> bool:
 
 def is_sharded(value: Any) -> bool:
     """Whether ranks hold different chunks of the tensor."""
-    return isinstance(value, DTensor | ShardedTensor)
+    return type(value) not in _PLAIN_TYPES and isinstance(value, DTensor | ShardedTensor)
 
 
 def refuse_unsavable(key: str, value: Any) -> None:
@@ -43,6 +46,10 @@ def refuse_unsavable(key: str, value: Any) -> None:
     Raises:
         PlanError: It is a subclass that we cannot rebuild, has no data, or is an unreduced partial sum.
     """
+    if type(value) in _PLAIN_TYPES:
+        if value.is_meta:
+            raise PlanError(f"{key}: a tensor on the meta device has no data to save", key=key)
+        return
     if isinstance(value, DTensor):
         if any(isinstance(placement, Partial) for placement in value.placements):
             raise PlanError(
@@ -51,11 +58,7 @@ def refuse_unsavable(key: str, value: Any) -> None:
                 key=key,
             )
         return
-    if isinstance(value, ShardedTensor):
-        return
-    if value.device.type == "meta":
-        raise PlanError(f"{key}: a tensor on the meta device has no data to save", key=key)
-    if type(value) not in _PLAIN_TYPES:
+    if not isinstance(value, ShardedTensor):
         raise PlanError(
             f"{key}: a tensor of the class {type(value).__module__}.{type(value).__qualname__} cannot be "
             "rebuilt from its elements; save a plain tensor, such as value.as_subclass(torch.Tensor)",
@@ -71,6 +74,9 @@ def global_shape(value: Any) -> torch.Size:
 
 def local_chunks(value: Any) -> list[ChunkStorageMetadata]:
     """The boxes of the tensor that this rank holds; none if it is not part of the tensor's mesh."""
+    if type(value) in _PLAIN_TYPES:
+        size = value.size()
+        return [ChunkStorageMetadata(_zeros(len(size)), size)]
     if isinstance(value, DTensor):
         if value.device_mesh.get_coordinate() is None:
             return []
@@ -85,7 +91,12 @@ def local_chunks(value: Any) -> list[ChunkStorageMetadata]:
             )
             for shard in value.local_shards()
         ]
-    return [ChunkStorageMetadata(torch.Size([0] * value.dim()), value.size())]
+    return [ChunkStorageMetadata(_zeros(value.dim()), value.size())]
+
+
+@functools.cache
+def _zeros(ndim: int) -> torch.Size:
+    return torch.Size([0] * ndim)
 
 
 def find_chunk(value: Any, index: MetadataIndex) -> torch.Tensor:
@@ -94,6 +105,8 @@ def find_chunk(value: Any, index: MetadataIndex) -> torch.Tensor:
     Raises:
         PlanError: This rank holds no such chunk.
     """
+    if type(value) in _PLAIN_TYPES and not (index.offset and any(index.offset)):
+        return value  # type: ignore[no-any-return]
     if isinstance(value, DTensor):
         return value.to_local()
     if isinstance(value, ShardedTensor):

@@ -22,10 +22,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 def is_plain_memory(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements are its memory, in row-major order, readable by the host."""
     return (
-        tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and not (tensor.is_complex() and tensor.is_conj())
-        and not tensor.is_neg()
+        tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     )
 
 

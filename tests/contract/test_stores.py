@@ -1,0 +1,60 @@
+"""Every store that comes with Holdfast passes the suite that its authors ship for others."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast._io.local import LocalStore
+from holdfast._io.local_reader import LocalReader
+from holdfast._io.store import ByteStore
+from holdfast.testing.store_contract import StoreContract
+
+
+class TestLocalStore(StoreContract):
+    def make_store(self, tmp_path: Path) -> ByteStore:
+        return LocalStore(tmp_path / "checkpoint")
+
+
+class _ColdStore(LocalStore):
+    def open(self, name: str) -> LocalReader:
+        reader = super().open(name)
+        os.posix_fadvise(reader._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return reader
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system cannot be told to forget a file")
+class TestLocalStoreWithColdFiles(StoreContract):
+    def make_store(self, tmp_path: Path) -> ByteStore:
+        return _ColdStore(tmp_path / "checkpoint")
+
+
+class TestLocalStoreThroughThePageCache(StoreContract):
+    def make_store(self, tmp_path: Path) -> ByteStore:
+        return LocalStore(tmp_path / "checkpoint", direct_writes=False, direct_reads=False)
+
+
+class TestLocalStoreNotDurable(StoreContract):
+    durable = False
+
+    def make_store(self, tmp_path: Path) -> ByteStore:
+        return LocalStore(tmp_path / "checkpoint")
+
+
+class TestLocalStoreInMemory(StoreContract):
+    """tmpfs cannot say what is cached, and refuses O_DIRECT on older kernels."""
+
+    @pytest.fixture(autouse=True)
+    def memory(self, tmp_path: Path) -> Iterator[None]:
+        if not os.path.isdir("/dev/shm"):
+            pytest.skip("there is no /dev/shm on this system")
+        yield
+        shutil.rmtree(self.folder(tmp_path), ignore_errors=True)
+
+    def make_store(self, tmp_path: Path) -> ByteStore:
+        return LocalStore(self.folder(tmp_path))
+
+    def folder(self, tmp_path: Path) -> Path:
+        return Path("/dev/shm") / "-".join(["holdfast", *tmp_path.parts[-3:]])
