@@ -95,7 +95,7 @@ class WriteItem:
     def __init__(
         self,
         index: MetadataIndex,
-        type: WriteItemType,  # noqa: A002 - the field's name is torch's
+        type: WriteItemType,
         bytes_io_data: BytesIOWriteData | None = None,
         tensor_data: TensorWriteData | None = None,
     ) -> None:
@@ -139,7 +139,7 @@ class ReadItem:
 
     def __init__(
         self,
-        type: LoadItemType,  # noqa: A002 - the field's name is torch's
+        type: LoadItemType,
         dest_index: MetadataIndex,
         dest_offsets: torch.Size,
         storage_index: MetadataIndex,

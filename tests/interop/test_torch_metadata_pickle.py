@@ -325,6 +325,33 @@ def test_large_files_are_read_row_by_row_and_mean_the_same(monkeypatch: pytest.M
     assert len(fast.storage) == 700 * 3 + 2
 
 
+def test_rows_with_their_fields_in_another_order_are_read() -> None:
+    records = many(100, chunks=2)
+    twin = as_torch(records)
+    for entry in twin.state_dict_metadata.values():
+        assert isinstance(entry, TensorStorageMetadata)
+        for chunk in entry.chunks:
+            offsets, sizes = vars(chunk).pop("offsets"), vars(chunk).pop("sizes")
+            vars(chunk).update(sizes=sizes, offsets=offsets)
+    for info in twin.storage_data.values():
+        vars(info).update(length=vars(info).pop("length"), offset=vars(info).pop("offset"))
+    assert read_torch_metadata(pickle.dumps(twin)) == records
+
+
+def test_a_row_whose_text_claims_another_length_is_not_read_as_if_it_were_right() -> None:
+    twin = as_torch(many(100))
+    twin.storage_data = {
+        MetadataIndex("".join(list(index.fqn)), index.offset, 0): info
+        for index, info in twin.storage_data.items()
+    }
+    data = pickle.dumps(twin)
+    text = data.rindex(b"model.layers.99.weight")
+    assert data[text - 2 : text] == b"\x8c\x16"
+    for length in (0x15, 0x17):
+        with pytest.raises(IntegrityError):
+            read_torch_metadata(data[: text - 1] + bytes([length]) + data[text:])
+
+
 def test_damaged_rows_give_records_or_an_integrity_error() -> None:
     data = pickle.dumps(as_torch(many(120)))
     rng = random.Random(1)

@@ -159,7 +159,7 @@ names = st.text(max_size=300)
 file_names = st.from_regex(r"[a-z_0-9]{1,300}(/[a-z_0-9]{1,9})?\.distcp", fullmatch=True)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=50)
 @given(
     entries=st.dictionaries(names, tensors() | st.just(TorchObject()), max_size=6),
     storage=st.dictionaries(
@@ -202,6 +202,7 @@ def same_types(left: Any, right: Any) -> bool:
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@settings(deadline=None, max_examples=50)
 @given(data=plain)
 def test_plain_pickles_of_every_protocol_are_read(protocol: int, data: Any) -> None:
     read = read_plain_pickle(pickle.dumps(data, protocol), path="p")
@@ -326,6 +327,9 @@ GETATTR = b"cbuiltins\ngetattr\n"
     [
         # An allowed name, used as no checkpoint does.
         pytest.param(GETATTR + SIZE + short(b"__class__") + b"\x86R.", id="getattr of a stand-in"),
+        pytest.param(
+            GETATTR + SIZE + short(b"TORCH_CHANNELS_LAST") + b"\x86R.", id="getattr of another owner"
+        ),
         pytest.param(GETATTR + FORMAT + short(b"make") + b"\x86R.", id="getattr of another attribute"),
         pytest.param(GETATTR + short(b"x") + short(b"__class__") + b"\x86R.", id="getattr of a str"),
         pytest.param(FORMAT + b"K\x07\x85R.", id="no such memory format"),
@@ -418,13 +422,13 @@ def doubled(depth: int) -> bytes:
 @pytest.mark.parametrize(
     "program",
     [
-        pytest.param(b"})" + b"\x85" * 1_000_000 + b"Ns.", id="a key nested a million deep"),
-        pytest.param(b"\x8f()" + b"\x85" * 1_000_000 + b"\x90.", id="a member nested a million deep"),
+        pytest.param(b"})" + b"\x85" * 200_000 + b"Ns.", id="a key nested 200,000 deep"),
+        pytest.param(b"\x8f()" + b"\x85" * 200_000 + b"\x90.", id="a member nested 200,000 deep"),
         pytest.param(b"}" + doubled(60) + b"Ns.", id="a key of 2**60 leaves"),
         pytest.param(doubled(60) + b".", id="a value of 2**60 leaves"),
-        pytest.param(b"]" * 1_000_000 + b"a" * 999_999 + b".", id="lists nested a million deep"),
+        pytest.param(b"]" * 200_000 + b"a" * 199_999 + b".", id="lists nested 200,000 deep"),
         pytest.param(b"]\x94h\x00a.", id="a list in itself"),
-        pytest.param(b"(" * 1_000_000 + b".", id="a million marks"),
+        pytest.param(b"(" * 200_000 + b".", id="200,000 marks"),
         pytest.param(b"Nr\xff\xff\xff\xff.", id="memo index 2**32 - 1"),
         pytest.param(b"Nj\xff\xff\xff\xff.", id="reference 2**32 - 1"),
         pytest.param(b"\x8b\xff\xff\xff\x7fxx.", id="a number of 2 GiB"),
@@ -435,13 +439,13 @@ def doubled(depth: int) -> bytes:
         pytest.param(b"}\x8b\x40\x42\x0f\x00" + b"\x7f" * 1_000_000 + b"Ns.", id="a key of 8 million bits"),
     ],
 )
-def test_a_bomb_is_refused_within_a_second_or_so(program: bytes) -> None:
+def test_a_bomb_is_refused_before_it_costs_anything(program: bytes) -> None:
     started = time.process_time()
     with pytest.raises(IntegrityError):
         read_torch_metadata(b"\x80\x04" + program)
     with pytest.raises(IntegrityError):
         read_plain_pickle(b"\x80\x04" + program, path="p")
-    assert time.process_time() - started < 20
+    assert time.process_time() - started < 10
 
 
 @pytest.mark.parametrize("name", [b"set", b"frozenset"])
@@ -450,6 +454,12 @@ def test_copying_one_large_argument_many_times_is_refused(name: bytes) -> None:
     once = b"cbuiltins\n" + name + b"\nh\x00\x85R0"
     with pytest.raises(MetadataFormatError, match="copies more than it holds"):
         read_torch_metadata(b"\x80\x04]\x94(" + members + b"e" + once * 10_000 + b"N.")
+
+
+def test_one_large_tuple_of_arguments_used_many_times_is_refused() -> None:
+    arguments = b"(" + short(b"") * 20_000 + b"t\x940"
+    with pytest.raises(MetadataFormatError, match="copies more than it holds"):
+        read_torch_metadata(b"\x80\x04" + arguments + b"cpathlib\nPosixPath\nh\x00R0" * 10_000 + b"N.")
 
 
 # What is refused because no checkpoint has it.
@@ -623,13 +633,13 @@ OPCODES = [
 ]
 
 
-@settings(max_examples=500)
+@settings(deadline=None, max_examples=400)
 @given(st.lists(st.sampled_from(OPCODES), max_size=40).map(b"".join))
 def test_any_sequence_of_known_opcodes_gives_records_or_an_integrity_error(program: bytes) -> None:
     outcome(b"\x80\x04" + program + b".")
 
 
-@settings(max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(st.data())
 def test_any_splice_of_a_real_file_gives_records_or_an_integrity_error(data: st.DataObject) -> None:
     original = (GOLDEN / "torch-2.13" / "plain" / ".metadata").read_bytes()

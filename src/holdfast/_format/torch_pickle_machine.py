@@ -172,11 +172,9 @@ class Machine:
         if type(function) is not Call or type(args) is not tuple:
             self.unsafe(f"a call of {_shown(getattr(function, 'name', function))}")
         try:
-            # An honest pickle gives each argument to one call or two (bytes, and a bytearray of them).
-            # Without a bound, a large one from the memo could be copied by every call of a few bytes.
-            self.copied += sum(map(len, args)) if function.copies else 0
-            if self.copied > 4 * len(self.data):
-                self.damaged("it copies more than it holds")
+            if function.copies:
+                self._charge(len(args))
+                self._charge(sum(map(len, args)))
             made = function.make(*args)
         except (TypeError, ValueError, LookupError) as error:
             raise UnsafeMetadataError(
@@ -185,6 +183,13 @@ class Machine:
                 found=function.name,
             ) from error
         self.stack.append(made)
+
+    def _charge(self, count: int) -> None:
+        # An honest pickle gives each argument to one call or two (bytes, and a bytearray of them). Without a
+        # bound, a large one from the memo could be copied by every call of a few bytes.
+        self.copied += count
+        if self.copied > 4 * len(self.data):
+            self.damaged("it copies more than it holds")
 
     def make_instance(self) -> None:
         """Push a blank instance of a record's class."""

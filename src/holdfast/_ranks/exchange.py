@@ -34,7 +34,7 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def decide(self, step: str, part: Callable[[], T], decision: Callable[[list[T]], Sequence[R]]) -> R:
-        """Every rank runs ``part``; the coordinator turns all parts, in rank order, into an answer for each."""
+        """Every rank runs ``part``; the coordinator turns all parts, in rank order, into answers for all."""
 
     def agree(self, step: str, part: Callable[[], T], decision: Callable[[list[T]], R]) -> R:
         """As ``decide``, with the same answer for every rank."""

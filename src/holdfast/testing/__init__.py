@@ -5,6 +5,7 @@ to be tested, and pytest runs the whole suite on it; ``docs/testing.md`` shows h
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -46,6 +47,16 @@ _HOME = {
     "with_checkpoint_logging": "decorators",
     "with_temp_dir": "decorators",
 }
+
+
+if "pytest" in sys.modules:
+    # So that a failing assert of a suite shows its values, as one in the author's own tests does.
+    sys.modules["pytest"].register_assert_rewrite(
+        *(f"holdfast.testing.{module}" for module in {*_HOME.values()} if module.endswith("_contract")),
+        "holdfast.testing.transform_damage_rules",
+        "holdfast.testing.transform_stream_rules",
+        "holdfast.testing.transform_subject",
+    )
 
 
 def __getattr__(name: str) -> Any:

@@ -59,11 +59,12 @@ def _agree_on_folder() -> tuple[Path, int, int]:
 
 def _leave_folder(root: Path, rank: int, world_size: int) -> None:
     (root / f"left-{rank}").touch()
-    if len(list(root.glob("left-*"))) < world_size:
-        return
-    # Two ranks may both see that all have left: the one whose rename succeeds removes the folder.
+    # Two ranks may both see that all have left: the one whose rename succeeds removes the folder, and the
+    # other finds it gone, perhaps while it is counting.
     doomed = root.with_name(root.name + "-done")
     try:
+        if sum(name.startswith("left-") for name in os.listdir(root)) < world_size:
+            return
         os.rename(root, doomed)
     except FileNotFoundError:
         return
