@@ -172,6 +172,7 @@ class FileSystemWriter(StorageWriter):
             threads=max(self.thread_count, _TRANSFORM_THREADS) if self.extensions else self.thread_count,
             durable=self.sync_files,
             transforms=self.extensions,
+            budget=self.memory_budget,
         )
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)

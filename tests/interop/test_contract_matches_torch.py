@@ -14,7 +14,7 @@ from torch.distributed import checkpoint as torch_dcp
 
 import holdfast
 
-MODULES = ["metadata", "planner", "storage", "stateful", "api"]
+MODULES = ["metadata", "planner", "storage", "stateful", "api", "_extension"]
 
 
 def public_names(module: types.ModuleType) -> list[str]:

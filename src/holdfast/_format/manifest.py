@@ -46,11 +46,11 @@ class Item(NamedTuple):
         file: The name of its file, relative to the checkpoint.
         offset: Where the item begins in the file.
         nbytes: How long it is, container and all.
+        descriptors: The transforms, in the order in which a reader undoes them; None if there are none.
         payload_offset: Where the checked bytes begin, counted from the item's beginning. For a tensor
             that is stored raw these are its elements in row-major order.
         payload_nbytes: How many they are.
         raw_nbytes: The item's length once its transforms are undone.
-        descriptors: The transforms, in the order in which a reader undoes them.
         checksums: CRC-32 of each block of the checked bytes, as little-endian 32-bit integers.
         wrap_checksum: CRC-32 of what is around them: the item's bytes before the payload, then after.
     """
@@ -58,10 +58,10 @@ class Item(NamedTuple):
     file: str
     offset: int
     nbytes: int
+    descriptors: tuple[str, ...] | None
     payload_offset: int
     payload_nbytes: int
     raw_nbytes: int
-    descriptors: tuple[str, ...]
     checksums: bytes
     wrap_checksum: int
 
@@ -103,67 +103,56 @@ class Manifest(msgspec.Struct, kw_only=True):
     containers: list[Any]
     planner_pickle: bytes | None = None
 
-    def tensors(self) -> Iterator[tuple[str, Properties, tuple[int, ...], list[tuple[Any, Any]], int]]:
-        """Each tensor: its key, properties, shape, chunks (offsets, lengths), and first item's row."""
-        properties = [Properties(*row) for row in self.properties]
-        property_ids, ndims = self.tensor_properties, self.tensor_ndims
-        shapes, counts = ints(self.tensor_shapes, "q"), ints(self.tensor_chunks, "I")
-        offsets, lengths = ints(self.chunk_offsets, "q"), ints(self.chunk_lengths, "q")
-        number = shape_at = box_at = row = 0
-        for key, kind in zip(self.keys, self.kinds, strict=True):
-            if kind == OBJECT:
-                row += 1
-                continue
-            ndim, count = ndims[number], counts[number]
-            shape = tuple(shapes[shape_at : shape_at + ndim])
-            chunks = []
-            for _ in range(count):
-                end = box_at + ndim
-                chunks.append((tuple(offsets[box_at:end]), tuple(lengths[box_at:end])))
-                box_at = end
-            yield key, properties[property_ids[number]], shape, chunks, row
-            shape_at += ndim
-            row += count
-            number += 1
+    def entries(self) -> Iterator[tuple[str, int | None, list[int], list[tuple[list[int], list[int]]]]]:
+        """Each key in order: the number of its properties, its shape, its chunks (offsets, lengths).
 
-    def objects(self) -> Iterator[tuple[str, int]]:
-        """Each object: its key and its item's row."""
-        counts = iter(ints(self.tensor_chunks, "I"))
-        row = 0
+        For an object there are no properties. A key has one item for each chunk, an object has one.
+        """
+        # Lists, because making a list of a slice of one is several times as fast as of a column.
+        ndims, property_ids = iter(self.tensor_ndims), iter(self.tensor_properties)
+        counts = iter(ints(self.tensor_chunks, "I").tolist())
+        shapes = ints(self.tensor_shapes, "q").tolist()
+        offsets, lengths = ints(self.chunk_offsets, "q").tolist(), ints(self.chunk_lengths, "q").tolist()
+        shape_at = box_at = 0
         for key, kind in zip(self.keys, self.kinds, strict=True):
             if kind == OBJECT:
-                yield key, row
-                row += 1
-            else:
-                row += next(counts)
+                yield key, None, [], []
+                continue
+            ndim, count = next(ndims), next(counts)
+            shape, shape_at = shapes[shape_at : shape_at + ndim], shape_at + ndim
+            ends = range(box_at + ndim, box_at + ndim * count + 1, ndim) if ndim else [box_at] * count
+            chunks = [(offsets[end - ndim : end], lengths[end - ndim : end]) for end in ends]
+            box_at += ndim * count
+            yield key, next(property_ids), shape, chunks
 
     def items(self) -> Iterator[Item]:
         """Every item, in the order of the keys and, within a key, of its chunks."""
-        descriptors = [tuple(stack) for stack in self.transforms]
-        at = 0
+        # An item without transforms says so by having no descriptors, as torch does.
+        descriptors = [tuple(stack) or None for stack in self.transforms]
+        names, checksums, at = self.file_names, self.checksums, 0
         for row in zip(
-            ints(self.item_files, "I"),
-            ints(self.item_offsets, "q"),
-            ints(self.item_nbytes, "q"),
-            ints(self.item_payload_offsets, "q"),
-            ints(self.item_payload_nbytes, "q"),
-            ints(self.item_raw_nbytes, "q"),
+            ints(self.item_files, "I").tolist(),
+            ints(self.item_offsets, "q").tolist(),
+            ints(self.item_nbytes, "q").tolist(),
             self.item_transforms,
-            ints(self.item_blocks, "I"),
-            ints(self.item_wrap_checksums, "I"),
+            ints(self.item_payload_offsets, "q").tolist(),
+            ints(self.item_payload_nbytes, "q").tolist(),
+            ints(self.item_raw_nbytes, "q").tolist(),
+            ints(self.item_blocks, "I").tolist(),
+            ints(self.item_wrap_checksums, "I").tolist(),
             strict=True,
         ):
-            file, offset, nbytes, payload_offset, payload_nbytes, raw_nbytes, transform, blocks, wrap = row
+            file, offset, nbytes, transform, payload_offset, payload_nbytes, raw_nbytes, blocks, wrap = row
             end = at + 4 * blocks
             yield Item(
-                self.file_names[file],
+                names[file],
                 offset,
                 nbytes,
+                descriptors[transform],
                 payload_offset,
                 payload_nbytes,
                 raw_nbytes,
-                descriptors[transform],
-                self.checksums[at:end],
+                checksums[at:end],
                 wrap,
             )
             at = end
@@ -314,8 +303,10 @@ def _find_bad_item(m: Manifest) -> str | None:
 
 
 def _find_bad_box(m: Manifest) -> str | None:
-    for key, _, shape, chunks, _ in m.tensors():
+    for key, _, shape, chunks in m.entries():
         for offsets, lengths in chunks:
+            if lengths == shape and not any(offsets):
+                continue
             for extent, offset, length in zip(shape, offsets, lengths, strict=True):
                 if offset + length > extent:
                     return f"a chunk of {key} at {offsets} reaches outside the shape {shape}"

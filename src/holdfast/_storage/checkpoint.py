@@ -12,12 +12,13 @@ import torch
 from holdfast._format.metadata_file import FILE_NAME
 from holdfast._io import pool
 from holdfast._io.pool import Budget, Cancellation
-from holdfast._io.store import ByteStore, FileReader
+from holdfast._io.store import ByteStore
 from holdfast._plan.merge import chunk_nbytes
 from holdfast._storage.commit import dump_metadata, file_names, load_metadata
 from holdfast._storage.delivery import Counter
 from holdfast._storage.item_writer import ItemWriter
 from holdfast._storage.object_reader import object_job
+from holdfast._storage.open_files import SharedFile
 from holdfast._storage.packs import is_small, pack_jobs
 from holdfast._storage.record import StorageInfo
 from holdfast._storage.source import Chunk, ReadContext, Source
@@ -43,10 +44,11 @@ logger = logging.getLogger(__name__)
 DEFAULT_BUDGET = 256 * 1024 * 1024
 """The most memory that a save or a load takes besides what it saves from or loads into."""
 
+_FILE_BUFFERS = 32 * 1024 * 1024
 _LARGEST_METADATA = 16 << 30
 _DATA_FILE = re.compile(r"__\d+_\d+(-[0-9a-f]+)?\.distcp")
 _RANK_METADATA = re.compile(r"__\d+\.metadata")
-_LEFTOVER = re.compile(r"(__\d+)?\.metadata\.tmp.*")
+_LEFTOVER = re.compile(r"(__\d+)?\.metadata\.(.*\.)?tmp")
 
 
 def write_items(
@@ -59,16 +61,21 @@ def write_items(
     threads: int,
     durable: bool,
     transforms: Sequence[StreamTransformExtension],
+    budget: int,
 ) -> list[WriteResult]:
     """Write every item of a plan into new files; on return they are on stable storage, names included."""
     buckets = _deal(plan.items, threads) if one_file else [[item] for item in plan.items]
     cancellation = Cancellation()
+    # A file being written holds a ring of buffers; what is not in the host's memory as it is stored takes
+    # copies besides. With many threads and a small budget, fewer work at once.
+    threads = max(1, min(threads, budget // (2 * _FILE_BUFFERS)))
+    copy_at_once = max(1 << 20, min(_FILE_BUFFERS, budget // threads - _FILE_BUFFERS))
 
     def job(number: int, items: list[WriteItem]) -> list[WriteResult]:
         name = name_file(number)
         hint = sum(map(chunk_nbytes, items)) + 1024 * len(items)
         with store.create(name, nbytes_hint=hint, durable=durable) as file:
-            writer = ItemWriter(file, name, transforms)
+            writer = ItemWriter(file, name, transforms, copy_at_once=copy_at_once)
             for item in items:
                 cancellation.check()
                 _add(writer, item, planner)
@@ -203,36 +210,35 @@ def read_items(
 ) -> None:
     """Read every item of a plan and hand it to the planner.
 
-    Before the first one is handed over, every file is open and long enough for all that is asked of it.
+    Before the first one is handed over, every file is known to be there, and to be long enough.
     Objects come before tensors, so that one that is refused is found before a tensor is overwritten.
     """
     places: dict[MetadataIndex, StorageInfo] = metadata.storage_data
     cancellation = Cancellation()
     counter = Counter(planner)
     context = ReadContext(counter, registry, Budget(budget, cancellation), cancellation, verify)
-    files: dict[str, FileReader] = {}
+    files: list[SharedFile] = []
     try:
-        objects, tensors = [], []
-        for file, wanted in _by_file(store, plan, places, files):
-            of_objects, of_tensors = _jobs(context, file, wanted, metadata)
-            objects += of_objects
-            tensors += of_tensors
-        for jobs in (objects, tensors):
+        wanted = _by_file(store, plan, places)
+        for kind in (_object_jobs, _tensor_jobs):
+            jobs: list[Callable[[], None]] = []
+            for name, of_file in wanted:
+                file = SharedFile(store, name)
+                files.append(file)
+                jobs += [file.job(work) for work in kind(context, file, of_file, metadata)]
             pool.run(jobs, threads=threads, cancellation=cancellation)
     except BaseException as error:
         _say_what_changed(error, counter.touched)
         raise
     finally:
-        for opened in files.values():
-            opened.close()
+        for file in files:
+            file.close()
 
 
 def _by_file(
-    store: ByteStore,
-    plan: LoadPlan,
-    places: dict[MetadataIndex, StorageInfo],
-    files: dict[str, FileReader],
-) -> list[tuple[FileReader, list[tuple[StorageInfo, ReadItem]]]]:
+    store: ByteStore, plan: LoadPlan, places: dict[MetadataIndex, StorageInfo]
+) -> list[tuple[str, list[tuple[StorageInfo, ReadItem]]]]:
+    """What is wanted of each file, in the order of the file, once it is known that the file can have it."""
     wanted: dict[str, list[tuple[StorageInfo, ReadItem]]] = {}
     for item in plan.items:
         place = places.get(item.storage_index)
@@ -242,45 +248,68 @@ def _by_file(
                 key=item.storage_index.fqn,
             )
         wanted.setdefault(place.relative_path, []).append((place, item))
+    sizes = store.list()
     for name, of_file in wanted.items():
-        key = of_file[0][1].dest_index.fqn
+        of_file.sort(key=_offset)
+        _check_size(store, name, of_file, sizes.get(name))
+    return list(wanted.items())
+
+
+def _offset(wanted: tuple[StorageInfo, ReadItem]) -> int:
+    return wanted[0].offset
+
+
+def _check_size(
+    store: ByteStore, name: str, wanted: list[tuple[StorageInfo, ReadItem]], size: int | None
+) -> None:
+    key, path = wanted[0][1].dest_index.fqn, f"{store.url}/{name}"
+    if size is None:
         try:
-            files[name] = file = store.open(name)
+            # Something else than a file, or a name that must not be used, has an error of its own.
+            store.open(name).close()
         except CheckpointNotFoundError as error:
             raise CheckpointNotFoundError(
-                f"{key} and {len(of_file) - 1} more: {name} of the checkpoint {store.url} is missing",
+                f"{key} and {len(wanted) - 1} more: {name} of the checkpoint {store.url} is missing",
                 key=key,
-                path=f"{store.url}/{name}",
+                path=path,
             ) from error
-        place, item = max(of_file, key=lambda pair: pair[0].offset + pair[0].length)
-        if place.offset + place.length > file.nbytes:
+        return
+    for place, item in wanted:
+        if place.offset + place.length > size:
             raise TruncatedFileError(
-                f"{item.dest_index.fqn}: {file.path} has {file.nbytes} bytes, expected at least "
+                f"{item.dest_index.fqn}: {path} has {size} bytes, expected at least "
                 f"{place.offset + place.length}. Restore the file, or load another checkpoint.",
                 key=item.dest_index.fqn,
-                path=file.path,
+                path=path,
                 expected=place.offset + place.length,
-                found=file.nbytes,
+                found=size,
             )
-    return [(files[name], of_file) for name, of_file in wanted.items()]
 
 
-def _jobs(
-    context: ReadContext, file: FileReader, wanted: list[tuple[StorageInfo, ReadItem]], metadata: Metadata
-) -> tuple[list[Callable[[], None]], list[Callable[[], None]]]:
-    objects: list[Callable[[], None]] = []
-    tensors: list[Callable[[], None]] = []
+def _object_jobs(
+    context: ReadContext, file: SharedFile, wanted: list[tuple[StorageInfo, ReadItem]], _: Metadata
+) -> list[Callable[[], None]]:
+    return [
+        object_job(Source(context, file, place), item)
+        for place, item in wanted
+        if item.type == LoadItemType.BYTE_IO
+    ]
+
+
+def _tensor_jobs(
+    context: ReadContext, file: SharedFile, wanted: list[tuple[StorageInfo, ReadItem]], metadata: Metadata
+) -> list[Callable[[], None]]:
+    jobs: list[Callable[[], None]] = []
     small: list[tuple[Chunk, ReadItem]] = []
-    for place, item in sorted(wanted, key=lambda pair: pair[0].offset):
+    for place, item in wanted:
         if item.type == LoadItemType.BYTE_IO:
-            objects.append(object_job(Source(context, file, place), item))
             continue
         chunk = _chunk(place, item.storage_index, metadata)
         if is_small(chunk, item):
             small.append((chunk, item))
         else:
-            tensors += tensor_jobs(Source(context, file, place), chunk, item)
-    return objects, [*pack_jobs(context, file, small), *tensors]
+            jobs += tensor_jobs(Source(context, file, place), chunk, item)
+    return [*pack_jobs(context, file, small), *jobs]
 
 
 def _chunk(place: StorageInfo, index: MetadataIndex, metadata: Metadata) -> Chunk:

@@ -12,7 +12,6 @@ from holdfast._format import metadata_file
 from holdfast._format.manifest import (
     OBJECT,
     TENSOR,
-    Item,
     Manifest,
     Properties,
     column,
@@ -24,7 +23,6 @@ from holdfast._format.paths import decode_containers, decode_paths, encode_conta
 from holdfast._format.torch_pickle import read_torch_metadata
 from holdfast._format.torch_pickle_records import TorchMetadata, TorchProperties, TorchTensor
 from holdfast._format.torch_pickle_writer import write_torch_metadata
-from holdfast._format.typed_key import TypedKey
 from holdfast._io.blocks import BLOCK_SIZE
 from holdfast._objects import unpickle_data
 from holdfast._plan.structure import Path, Structure
@@ -171,11 +169,12 @@ def _split_planner_data(
 
 def _torch_pickle(metadata: Metadata, rows: Iterable[tuple[MetadataIndex, StorageInfo]]) -> bytes:
     meta = metadata.storage_meta or StorageMeta()
-    entries = (
+    # Plain tuples in the place of the writer's records, which are tuples too: one call less for each.
+    entries: Iterator[tuple[str, Any]] = (
         (
             key,
-            TorchTensor(
-                TorchProperties(*_properties(entry.properties)),
+            (
+                _properties(entry.properties),
                 entry.size,
                 [(chunk.offsets, chunk.sizes) for chunk in entry.chunks],
             )
@@ -199,24 +198,12 @@ def _torch_pickle(metadata: Metadata, rows: Iterable[tuple[MetadataIndex, Storag
     return write_torch_metadata(
         entries=entries,
         storage=storage,
-        planner_data=_plain(metadata.planner_data),
+        planner_data=metadata.planner_data,
         checkpoint_id=None if meta.checkpoint_id is None else str(meta.checkpoint_id),
         save_id=meta.save_id,
         modules=[*meta.modules, MARK],
         version=VERSION,
     )
-
-
-def _plain(planner_data: Any) -> Any:
-    """Planner data in torch's own types: keys of dicts in paths are strings there."""
-    if not isinstance(planner_data, dict):
-        return planner_data
-    return {
-        key: tuple(str(step) if type(step) is TypedKey else step for step in path)
-        if type(path) is tuple
-        else path
-        for key, path in planner_data.items()
-    }
 
 
 def load_metadata(data: bytes, *, path: str, allow_pickle: bool = False) -> tuple[Metadata, Manifest | None]:
@@ -234,37 +221,24 @@ def load_metadata(data: bytes, *, path: str, allow_pickle: bool = False) -> tupl
 
 
 def _from_manifest(manifest: Manifest, path: str, *, allow_pickle: bool) -> Metadata:
-    items = list(manifest.items())
-    described = {properties: _tensor_properties(*properties, path=path) for properties in manifest.properties}
+    described = [_tensor_properties(*properties, path=path) for properties in manifest.properties]
     # Objects have nothing to tell; filling all keys with one keeps the keys' order.
     entries: dict[str, STORAGE_TYPES] = dict.fromkeys(manifest.keys, BytesStorageMetadata())
     places: dict[MetadataIndex, StorageInfo] = {}
-    size = torch.Size
-    for key, properties, shape, chunks, row in manifest.tensors():
+    size, items = torch.Size, manifest.items()
+    for key, properties, shape, chunks in manifest.entries():
+        if properties is None:
+            places[MetadataIndex(key)] = StorageInfo(*next(items))
+            continue
         boxes = []
         for number, (offsets, lengths) in enumerate(chunks):
-            boxes.append(ChunkStorageMetadata(size(offsets), size(lengths)))
-            places[MetadataIndex(key, offsets, number)] = _place(items[row + number])
+            at = size(offsets)
+            boxes.append(ChunkStorageMetadata(at, size(lengths)))
+            places[MetadataIndex(key, at, number)] = StorageInfo(*next(items))
         entries[key] = TensorStorageMetadata(described[properties], size(shape), boxes)
-    for key, row in manifest.objects():
-        places[MetadataIndex(key)] = _place(items[row])
     meta = StorageMeta(manifest.checkpoint_id, manifest.save_id or None, None, list(manifest.modules))
     planner_data = _planner_data(manifest, path, allow_pickle=allow_pickle)
     return Metadata(entries, planner_data, places, meta, VERSION)
-
-
-def _place(item: Item) -> StorageInfo:
-    return StorageInfo(
-        item.file,
-        item.offset,
-        item.nbytes,
-        item.descriptors or None,
-        item.payload_offset,
-        item.payload_nbytes,
-        item.raw_nbytes,
-        item.checksums,
-        item.wrap_checksum,
-    )
 
 
 def _planner_data(manifest: Manifest, path: str, *, allow_pickle: bool) -> Any:

@@ -1,8 +1,9 @@
 """Items into a file: containers around raw bytes, checksummed on the way, small ones packed together."""
 
+import functools
 import io
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from holdfast._io.blocks import BLOCK_SIZE, BlockSums, combine_blocks, crc32
 from holdfast._io.store import FileWriter
 from holdfast._objects import StoredObject
 from holdfast._storage.record import StorageInfo
-from holdfast._tensors.host import host_pieces, is_plain_memory, memory_of
+from holdfast._tensors.host import copy_of, host_pieces
 from holdfast.errors import IncompleteWriteError
 from holdfast.extension import StreamTransformExtension
 from holdfast.planner import WriteItem
@@ -24,7 +25,6 @@ __all__ = ["ItemWriter"]
 # 100,000 tensors of 16 bytes would take longer than everything else together.
 _SMALL = 128 * 1024
 _PACK = 4 * 1024 * 1024
-_COPY_AT_ONCE = 32 * 1024 * 1024
 
 
 class ItemWriter:
@@ -34,14 +34,21 @@ class ItemWriter:
         file: Where to.
         name: The file's name in the checkpoint.
         transforms: What each item's container goes through; the first one stands next to the file.
+        copy_at_once: How many bytes of a tensor are copied at a time, if it must be copied.
     """
 
     def __init__(
-        self, file: FileWriter, name: str, transforms: Sequence[StreamTransformExtension] = ()
+        self,
+        file: FileWriter,
+        name: str,
+        transforms: Sequence[StreamTransformExtension] = (),
+        *,
+        copy_at_once: int,
     ) -> None:
         self.file = file
         self.name = name
         self.transforms = transforms
+        self.copy_at_once = copy_at_once
         self.descriptors = tuple(transform.get_descriptor() for transform in transforms) or None
         self.results: list[WriteResult] = []
         self._packed: list[Any] = []
@@ -55,7 +62,7 @@ class ItemWriter:
     def add(self, write_item: WriteItem, data: torch.Tensor | io.BytesIO) -> None:
         """Write one item. The data may be changed as soon as this returns."""
         if isinstance(data, torch.Tensor):
-            item = tensor_item(str(data.dtype)[6:], tuple(data.shape))
+            item = _frame(data.dtype, data.shape)
             _check_planned(write_item, data)
         elif isinstance(data, StoredObject):
             item = data.item
@@ -83,7 +90,7 @@ class ItemWriter:
     def _add_small(self, write_item: WriteItem, item: ItemFrame, data: torch.Tensor | StoredObject) -> None:
         position = self.position
         # Copied at once, so that the caller may change it.
-        payload = b"".join(_pieces(data))
+        payload = copy_of(data) if isinstance(data, torch.Tensor) else bytes(data.payload)
         checksum = crc32(payload)
         head, tail = item.head(position), item.tail(position, checksum)
         self._packed += (head, payload, tail)
@@ -101,7 +108,7 @@ class ItemWriter:
         head = item.head(position)
         self.file.write(head)
         sums = BlockSums(BLOCK_SIZE)
-        for piece in _pieces(data):
+        for piece in self._pieces(data):
             self.file.write(piece, sums)
         blocks = sums.finish()
         tail = item.tail(position, combine_blocks(blocks, item.payload_nbytes))
@@ -142,7 +149,7 @@ class ItemWriter:
             assert isinstance(data, torch.Tensor | StoredObject)
             raw_nbytes = _write_all(stream, item.head(0))
             checksum = 0
-            for piece in _pieces(data):
+            for piece in self._pieces(data):
                 for start in range(0, len(piece), BLOCK_SIZE):
                     part = piece[start : start + BLOCK_SIZE]
                     checksum = crc32(part, checksum)
@@ -152,6 +159,11 @@ class ItemWriter:
         nbytes = self.file.position - position
         checksums = _little(sink.sums.finish())
         self._record(write_item, position, nbytes, 0, nbytes, raw_nbytes, checksums, 0)
+
+    def _pieces(self, data: torch.Tensor | StoredObject) -> Iterable[memoryview]:
+        if isinstance(data, StoredObject):
+            return (data.payload,)
+        return host_pieces(data, self.copy_at_once)
 
     def _record(
         self,
@@ -178,13 +190,9 @@ class ItemWriter:
         self.results.append(WriteResult(write_item.index, nbytes, place))
 
 
-def _pieces(data: torch.Tensor | StoredObject) -> Any:
-    if isinstance(data, StoredObject):
-        return (data.payload,)
-    # A generator for each of 100,000 small tensors costs more than what it yields.
-    if is_plain_memory(data):
-        return (memory_of(data),)
-    return host_pieces(data, _COPY_AT_ONCE)
+@functools.lru_cache(maxsize=4096)
+def _frame(dtype: torch.dtype, shape: torch.Size) -> ItemFrame:
+    return tensor_item(str(dtype).removeprefix("torch."), tuple(shape))
 
 
 def _check_planned(write_item: WriteItem, data: torch.Tensor) -> None:

@@ -30,7 +30,9 @@ def _read(source: Source) -> io.BytesIO:
     if place.transform_descriptors:
         return io.BytesIO(read_transformed(source))
     if not place.is_checked:
-        return io.BytesIO(filled(place.length, lambda view: source.file.read_into(place.offset, view)))
+        return io.BytesIO(
+            filled(place.length, lambda view: source.file.reader().read_into(place.offset, view))
+        )
     payload = filled(place.payload_nbytes, lambda view: source.read(0, view))
     if place.payload_nbytes == place.length:
         return io.BytesIO(payload)

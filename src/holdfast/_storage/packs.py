@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from holdfast._io.blocks import crc32
-from holdfast._io.store import FileReader
+from holdfast._storage.open_files import SharedFile
 from holdfast._storage.source import Chunk, ReadContext
 from holdfast._tensors.host import is_plain_memory, memory_of
 from holdfast.errors import ChecksumError
@@ -29,7 +29,7 @@ def is_small(chunk: Chunk, item: ReadItem) -> bool:
 
 
 def pack_jobs(
-    context: ReadContext, file: FileReader, wanted: list[tuple[Chunk, ReadItem]]
+    context: ReadContext, file: SharedFile, wanted: list[tuple[Chunk, ReadItem]]
 ) -> list[Callable[[], None]]:
     """Jobs that read small items of one file; neighbours together."""
     return [_Pack(context, file, pack) for pack in _packs(wanted)]
@@ -56,7 +56,7 @@ def _packs(wanted: list[tuple[Chunk, ReadItem]]) -> Iterator[list[tuple[Chunk, R
 class _Pack:
     """Items whose payloads are read in one request."""
 
-    def __init__(self, context: ReadContext, file: FileReader, pack: list[tuple[Chunk, ReadItem]]) -> None:
+    def __init__(self, context: ReadContext, file: SharedFile, pack: list[tuple[Chunk, ReadItem]]) -> None:
         self.context = context
         self.file = file
         self.pack = pack
@@ -67,7 +67,7 @@ class _Pack:
         nbytes = last.offset + last.payload_offset + last.payload_nbytes - begin
         with self.context.budget.hold(nbytes):
             content = bytearray(nbytes)
-            self.file.read_into(begin, content)
+            self.file.reader().read_into(begin, content)
             view = memoryview(content)
             planner, counter = self.context.counter.planner, self.context.counter
             with counter.lock:

@@ -11,8 +11,8 @@ import torch
 from holdfast._format.manifest import ints
 from holdfast._io.blocks import BLOCK_SIZE, crc32
 from holdfast._io.pool import Budget, Cancellation
-from holdfast._io.store import FileReader
 from holdfast._storage.delivery import Counter
+from holdfast._storage.open_files import SharedFile
 from holdfast._storage.record import StorageInfo
 from holdfast.errors import CheckpointError, ChecksumError
 from holdfast.extension import ExtensionRegistry
@@ -56,9 +56,9 @@ class Chunk:
 
 
 class Source:
-    """One item of an open file."""
+    """One item of a file."""
 
-    def __init__(self, context: ReadContext, file: FileReader, place: StorageInfo) -> None:
+    def __init__(self, context: ReadContext, file: SharedFile, place: StorageInfo) -> None:
         self.context = context
         self.file = file
         self.place = place
@@ -67,9 +67,9 @@ class Source:
         """Fill ``view`` with the payload's bytes from ``start`` on, and check them if that can be done."""
         place, context = self.place, self.context
         if not place.is_checked or not context.verify:
-            self.file.read_into(place.offset + place.payload_offset + start, view)
+            self.file.reader().read_into(place.offset + place.payload_offset + start, view)
             return
-        self.file.read_blocks_into(
+        self.file.reader().read_blocks_into(
             view,
             payload_offset=place.offset + place.payload_offset,
             payload_nbytes=place.payload_nbytes,
@@ -81,7 +81,7 @@ class Source:
     def read_at(self, offset: int, nbytes: int) -> bytes:
         """Bytes of the item, container and all, unchecked; fewer than asked for at its end."""
         data = bytearray(max(0, min(nbytes, self.place.length - offset)))
-        self.file.read_into(self.place.offset + offset, data)
+        self.file.reader().read_into(self.place.offset + offset, data)
         return bytes(data)
 
     def read_wrap(self) -> tuple[bytes, bytes]:

@@ -100,7 +100,7 @@ def _deliver_torch_written(source: Source, chunk: Chunk, delivery: Delivery) -> 
     place = source.place
     layout = read_item_layout(source.read_at, place.length, path=source.file.path, key=delivery.key)
     if layout is None or not _is_row_major(layout, chunk):
-        whole = filled(place.length, lambda view: source.file.read_into(place.offset, view))
+        whole = filled(place.length, lambda view: source.file.reader().read_into(place.offset, view))
         deliver_loaded(io.BytesIO(whole), chunk, delivery)
         return
     start = layout.payload_offset + layout.storage_offset * chunk.dtype.itemsize
@@ -137,7 +137,7 @@ def _read_whole(source: Source, offset: int, memory: memoryview, expected: int |
     found = 0
     for at in range(0, len(memory), BLOCK_SIZE):
         piece = memory[at : at + BLOCK_SIZE]
-        source.file.read_into(offset + at, piece)
+        source.file.reader().read_into(offset + at, piece)
         found = crc32(piece, found)
     if source.context.verify and expected is not None and found != expected:
         raise ChecksumError(

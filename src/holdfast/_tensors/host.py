@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["host_pieces", "is_plain_memory", "memory_of"]
+__all__ = ["copy_of", "host_pieces", "is_plain_memory", "memory_of"]
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -21,9 +21,14 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements are its memory, in row-major order, readable by the host."""
-    return (
-        tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    )
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def copy_of(tensor: torch.Tensor) -> bytes:
+    """The elements of a small tensor in row-major order."""
+    if not is_plain_memory(tensor):
+        return b"".join(host_pieces(tensor, tensor.nbytes))
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
 
 
 def host_pieces(tensor: torch.Tensor, max_bytes: int) -> Iterator[memoryview]:
