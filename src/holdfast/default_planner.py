@@ -246,10 +246,10 @@ class DefaultLoadPlanner(LoadPlanner):
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         """Give memory to tensors on the meta device; nothing has been changed before this."""
-        for key in {item.dest_index.fqn for item in central_plan.items}:
-            value = self.state_dict[key]
-            if isinstance(value, torch.Tensor) and value.device.type == "meta" and type(value) in _MADE_ANEW:
-                self._put(key, torch.empty_like(value, device=_home_device()))
+        for item in central_plan.items:
+            value = self.state_dict[item.dest_index.fqn]
+            if type(value) in _MADE_ANEW and value.is_meta:
+                self._put(item.dest_index.fqn, torch.empty_like(value, device=_home_device()))
         return central_plan
 
     def _put(self, key: str, value: Any) -> None:

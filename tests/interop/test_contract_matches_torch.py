@@ -22,7 +22,8 @@ def public_names(module: types.ModuleType) -> list[str]:
     own = set(getattr(module, "__all__", ()))
     for name, value in vars(module).items():
         defined_here = getattr(value, "__module__", None) == module.__name__
-        if not name.startswith("_") and (defined_here or name.isupper()):
+        is_constant = name.isupper() and name != "IO"
+        if not name.startswith("_") and (defined_here or is_constant):
             own.add(name)
     return sorted(own)
 

@@ -76,6 +76,12 @@ def read_items_for_tensor(key: str, stored: TensorStorageMetadata, value: Any) -
     Raises:
         InvalidPlanError: The stored chunks leave an element of it unwritten.
     """
+    chunks = stored.chunks
+    if len(chunks) == 1 and chunks[0].sizes == stored.size and type(value) is torch.Tensor:
+        # One chunk, wanted as it was stored: the same name and the same zeros on both sides.
+        zeros = chunks[0].offsets
+        index = MetadataIndex(key, zeros, 0)
+        return [ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, stored.size)]
     items: list[ReadItem] = []
     for number, wanted in enumerate(local_chunks(value)):
         items += _fill_chunk(key, stored, wanted, number)
@@ -85,12 +91,6 @@ def read_items_for_tensor(key: str, stored: TensorStorageMetadata, value: Any) -
 def _fill_chunk(
     key: str, stored: TensorStorageMetadata, wanted: ChunkStorageMetadata, number: int
 ) -> list[ReadItem]:
-    # The usual case, and the only one for 100,000 plain tensors: one chunk, wanted as it was stored.
-    if len(stored.chunks) == 1 and stored.chunks[0] == wanted:
-        zeros = wanted.offsets if not any(wanted.offsets) else torch.Size([0] * len(wanted.sizes))
-        index = MetadataIndex(key, wanted.offsets, 0)
-        dest = index if number == 0 else MetadataIndex(key, wanted.offsets, number)
-        return [ReadItem(LoadItemType.TENSOR, dest, zeros, index, zeros, wanted.sizes)]
     box = Box(tuple(wanted.offsets), tuple(wanted.sizes))
     dest = MetadataIndex(key, wanted.offsets, number)
     items, covered = [], []

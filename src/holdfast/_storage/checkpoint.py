@@ -321,7 +321,7 @@ def _chunk(place: StorageInfo, index: MetadataIndex, metadata: Metadata) -> Chun
         box = next((c for c in chunks if index.offset is None or c.offsets == index.offset), None)
     if box is None:
         raise InvalidPlanError(f"{index.fqn}: the checkpoint has no chunk at {index.offset}", key=index.fqn)
-    return Chunk(place, tuple(box.sizes), entry.properties.dtype)
+    return Chunk(place, box.sizes, entry.properties.dtype)
 
 
 def _say_what_changed(error: BaseException, touched: list[str]) -> None:

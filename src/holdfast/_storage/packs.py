@@ -24,7 +24,7 @@ def is_small(chunk: Chunk, item: ReadItem) -> bool:
     return (
         0 <= place.payload_nbytes < _SMALL
         and not place.transform_descriptors
-        and tuple(item.lengths) == chunk.shape
+        and item.lengths == chunk.shape
     )
 
 

@@ -4,7 +4,7 @@ import contextlib
 import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,8 +41,7 @@ class ReadContext:
     block_size: int = BLOCK_SIZE
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A stored chunk: where it lies and what it is."""
 
     place: StorageInfo
