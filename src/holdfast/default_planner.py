@@ -78,6 +78,7 @@ class DefaultSavePlanner(SavePlanner):
         self.mappings = {}
         self._enable_plan_caching = enable_plan_caching
         self._cached_plans_key: str = type(self).__name__
+        self._cache = PlanCache(self._cached_plans_key)
 
     def set_up_planner(
         self,
@@ -98,14 +99,14 @@ class DefaultSavePlanner(SavePlanner):
             plan = dataclasses.replace(plan, planner_data=self.mappings)
         self.plan = plan
         if self._enable_plan_caching:
-            return PlanCache(self._cached_plans_key).offer(plan)
+            self._cache = PlanCache(self._cached_plans_key)
+            return self._cache.offer(plan)
         return plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Give each value to one rank, describe the whole, and check that nothing overlaps or is left out."""
         if self._enable_plan_caching:
-            cache = PlanCache(self._cached_plans_key)
-            answers, self.global_plan, self.metadata = cache.merge(all_plans, self._merge)
+            answers, self.global_plan, self.metadata = self._cache.merge(all_plans, self._merge)
             return answers, self.metadata
         self.global_plan, self.metadata = self._merge(all_plans)
         return self.global_plan, self.metadata
@@ -127,7 +128,7 @@ class DefaultSavePlanner(SavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Take the coordinator's plan, or the cached one if it says that nothing changed."""
         if self._enable_plan_caching:
-            new_plan = PlanCache(self._cached_plans_key).finish(new_plan, self.plan)
+            new_plan = self._cache.finish(new_plan)
         self.plan = new_plan
         return new_plan
 

@@ -20,6 +20,15 @@ from holdfast.storage import StorageReader
 __all__ = ["load", "load_state_dict"]
 
 
+_NOT_GIVEN = {
+    "strict": None,
+    "cast": None,
+    "allow_partial_load": False,
+    "allow_pickle": False,
+    "safe_globals": (),
+}
+
+
 def load(
     state_dict: dict[str, Any],
     *,
@@ -74,8 +83,8 @@ def load(
         "allow_pickle": allow_pickle,
         "safe_globals": tuple(safe_globals),
     }
-    if planner is not None and any(options.values()):
-        given = ", ".join(name for name, value in options.items() if value)
+    given = ", ".join(name for name, value in options.items() if value != _NOT_GIVEN[name])
+    if planner is not None and given:
         raise UsageError(f"give {given} to the planner that you pass, not to load")
     reader = choose_reader(storage_reader, checkpoint_id)
     opened, found = open_states(state_dict)

@@ -2,29 +2,45 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from holdfast.stateful import Stateful
 
-__all__ = ["open_states", "return_states"]
+__all__ = ["OpenedState", "open_states", "return_states"]
 
 
-def open_states(state: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[tuple[Stateful, dict[str, Any]]]]:
+@dataclass(frozen=True)
+class OpenedState:
+    """A Stateful object and what stands for it.
+
+    Attributes:
+        owner: The object.
+        state: What its ``state_dict`` gave.
+        opened: The same with the Stateful objects in it replaced in turn; ``state`` itself if there are none.
+    """
+
+    owner: Stateful
+    state: Any
+    opened: Any
+
+
+def open_states(state: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[OpenedState]]:
     """A copy of the nested containers in which every Stateful object is replaced by its state.
 
     Leaves are shared with the original, and so are containers in which there is nothing to replace.
 
     Returns:
-        The copy, and each object with the state that now stands for it.
+        The copy, and the objects, inner ones before those that hold them.
     """
-    found: list[tuple[Stateful, dict[str, Any]]] = []
+    found: list[OpenedState] = []
     opened = {key: _open(value, found) for key, value in state.items()}
     return opened, found
 
 
-def _open(value: Any, found: list[tuple[Stateful, dict[str, Any]]]) -> Any:
+def _open(value: Any, found: list[OpenedState]) -> Any:
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, Mapping):
@@ -36,34 +52,33 @@ def _open(value: Any, found: list[tuple[Stateful, dict[str, Any]]]) -> Any:
         items = [_open(entry, found) for entry in value]
         return value if all(a is b for a, b in zip(items, value, strict=True)) else items
     if isinstance(value, Stateful) and not isinstance(value, type):
-        inner = value.state_dict()
-        found.append((value, inner))
-        return inner
+        state = value.state_dict()
+        opened = _open(state, found)
+        found.append(OpenedState(value, state, opened))
+        return opened
     return value
 
 
-def return_states(
-    original: dict[Any, Any], opened: dict[Any, Any], found: list[tuple[Stateful, dict[str, Any]]]
-) -> None:
-    """After a load into ``opened``: give each object its state, and put new top-level values in place."""
-    states = {id(state) for _, state in found}
-    for stateful, state in found:
-        stateful.load_state_dict(state)
-    for key, value in opened.items():
-        if id(value) not in states:
-            _put_back(original, key, value, states)
+def return_states(original: dict[Any, Any], opened: dict[Any, Any], found: list[OpenedState]) -> None:
+    """After a load into ``opened``: give each object its state, and put loaded values where they belong."""
+    states = {id(inner.opened) for inner in found}
+    for inner in found:
+        if inner.opened is not inner.state:
+            _put_all_back(inner.state, inner.opened, states)
+        inner.owner.load_state_dict(inner.state)
+    _put_all_back(original, opened, states)
 
 
-def _put_back(container: Any, key: Any, value: Any, states: set[int]) -> None:
-    """Put a loaded value into the original container; containers that were copied are followed instead."""
-    before = container[key] if not isinstance(container, dict) or key in container else None
-    if before is value or id(value) in states:
-        return
-    if isinstance(before, dict) and isinstance(value, dict):
-        for inner, entry in value.items():
-            _put_back(before, inner, entry, states)
-    elif isinstance(before, list) and isinstance(value, list) and len(before) == len(value):
-        for number, entry in enumerate(value):
-            _put_back(before, number, entry, states)
-    else:
-        container[key] = value
+def _put_all_back(original: Any, opened: Any, states: set[int]) -> None:
+    """Put loaded values into the original containers; what stands for an object is left to the object."""
+    steps = opened.items() if isinstance(opened, Mapping) else enumerate(opened)
+    for key, value in list(steps):
+        there = isinstance(original, list) or key in original
+        before: Any = original[key] if there else None
+        if (there and before is value) or id(value) in states:
+            continue
+        is_copy = isinstance(before, Mapping | list) and type(before) is type(value)
+        if is_copy and len(before) == len(value):
+            _put_all_back(before, value, states)
+        else:
+            original[key] = value

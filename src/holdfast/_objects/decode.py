@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from holdfast._objects.allowed import find_allowed, is_numpy
+from holdfast._objects.allowed import classes_for_torch, find_allowed, is_numpy
 from holdfast._objects.stored import LoadedObject
 from holdfast.errors import IntegrityError, UnsafeMetadataError
 
@@ -111,7 +111,7 @@ def _pickle_record(stream: io.BytesIO) -> bytes | None:
 def _load_by_torch(stream: io.BytesIO, safe_globals: Sequence[Callable[..., Any] | type]) -> Any:
     stream.seek(0)
     try:
-        with torch.serialization.safe_globals(list(safe_globals)):
+        with torch.serialization.safe_globals([*classes_for_torch(), *safe_globals]):
             return torch.load(stream, weights_only=True)
     except pickle.UnpicklingError as error:
         raise _NotAllowedError(str(error).strip().splitlines()[-1]) from error

@@ -12,6 +12,7 @@ from holdfast._io.blocks import crc32_combine
 from holdfast._objects.allowed import is_allowed
 from holdfast._objects.stored import StoredObject
 from holdfast.errors import PlanError
+from holdfast.stateful import Stateful
 
 __all__ = ["encode_object"]
 
@@ -61,6 +62,13 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor | torch.UntypedStorage | torch.TypedStorage):
             raise _HoldsTensorsError
+        if isinstance(obj, Stateful) and not isinstance(obj, type):
+            raise TypeError(
+                f"it holds a {type(obj).__qualname__}, which is saved by its state_dict: put it into a dict "
+                "or a list instead"
+            )
+        if isinstance(obj, torch.memory_format):
+            raise TypeError(f"{obj} has no name of its own in a pickle; save str(value)")
         named = obj if isinstance(obj, type) or callable(obj) else type(obj)
         module, name = getattr(named, "__module__", ""), getattr(named, "__qualname__", "")
         if not is_allowed(module, name):
@@ -80,8 +88,8 @@ def _save_by_torch(key: str, value: Any) -> io.BytesIO:
 
 def _refused(key: str, value: Any, error: Exception) -> PlanError:
     return PlanError(
-        f"{key}: a {type(value).__module__}.{type(value).__qualname__} cannot be saved: {error}. "
-        "Leave it out of the state, or give it a state_dict and a load_state_dict method.",
+        f"{key}: a {type(value).__module__}.{type(value).__qualname__} cannot be saved: {error}. Leave it "
+        "out of the state, or give it a state_dict and a load_state_dict method.",
         key=key,
     )
 

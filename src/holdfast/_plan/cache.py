@@ -1,7 +1,10 @@
 """Plans that are used again: an unchanged second save sends nothing but the word that nothing changed."""
 
 from collections.abc import Callable
+from typing import Any
 
+from holdfast._plan.structure import true_key
+from holdfast.errors import InvalidPlanError
 from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan, SavePlanner
 
@@ -11,19 +14,25 @@ _AS_LAST_TIME = SavePlan([], usable=False)
 
 
 class PlanCache:
-    """The cached plans of one planner, kept on the class ``SavePlanner`` where torch keeps them.
+    """The cached plans of one planner during one save; they live on ``SavePlanner``, where torch has them.
 
-    A plan is "the same" only if everything in it is: keys, boxes, shapes, dtypes and other properties,
-    paths. Plans enter the cache when a save has been planned on all ranks, so that a failed one leaves
-    nothing half cached.
+    A plan is "the same" only if everything in it is: keys and their types, boxes, shapes, dtypes and other
+    properties, containers. What a rank remembers is forgotten when a save begins and remembered again when
+    it has been planned on all ranks. So after a save that failed anywhere, the next one sends everything.
     """
 
     def __init__(self, key: str) -> None:
         self.key = key
+        self._offered: SavePlan | None = None
+        self._merged: tuple[list[SavePlan], list[SavePlan], Metadata] | None = None
 
     def offer(self, plan: SavePlan) -> SavePlan:
         """On each rank: what to send to the coordinator."""
-        return _AS_LAST_TIME if SavePlanner._cached_save_plan.get(self.key) == plan else plan  # noqa: SLF001
+        self._offered = plan
+        remembered = SavePlanner._cached_save_plan.pop(self.key, None)
+        if remembered is None or self.key not in SavePlanner._cached_final_save_plan:
+            return plan
+        return _AS_LAST_TIME if _is_same(remembered, plan) else plan
 
     def merge(
         self,
@@ -31,24 +40,65 @@ class PlanCache:
         merge: Callable[[list[SavePlan]], tuple[list[SavePlan], Metadata]],
     ) -> tuple[list[SavePlan], list[SavePlan], Metadata]:
         """On the coordinator: the answer to each rank, the whole plan, and the metadata."""
-        known = SavePlanner._cached_all_plans.get(self.key)  # noqa: SLF001
-        if known is not None and len(known) == len(offers):
-            if not any(offer.usable for offer in offers):
-                metadata = SavePlanner._cached_metadata[self.key]  # noqa: SLF001
-                return [_AS_LAST_TIME] * len(offers), SavePlanner._cached_global_plan[self.key], metadata  # noqa: SLF001
-            offers = [new if new.usable else old for new, old in zip(offers, known, strict=True)]
-        before = SavePlanner._cached_global_plan.get(self.key, [])  # noqa: SLF001
-        plans, metadata = merge(offers)
-        SavePlanner._cached_all_plans[self.key] = offers  # noqa: SLF001
-        SavePlanner._cached_global_plan[self.key] = plans  # noqa: SLF001
-        SavePlanner._cached_metadata[self.key] = metadata  # noqa: SLF001
-        unchanged = [len(before) == len(plans) and before[rank] == plan for rank, plan in enumerate(plans)]
-        answers = [_AS_LAST_TIME if same else plan for same, plan in zip(unchanged, plans, strict=True)]
+        known = SavePlanner._cached_all_plans.get(self.key)
+        if known is None or len(known) != len(offers):
+            known = self._from_scratch(offers)
+        elif not any(offer.usable for offer in offers):
+            plans, metadata = (
+                SavePlanner._cached_global_plan[self.key],
+                SavePlanner._cached_metadata[self.key],
+            )
+            self._merged = (known, plans, metadata)
+            return [_AS_LAST_TIME] * len(offers), plans, metadata
+        before = SavePlanner._cached_global_plan.get(self.key, [])
+        whole = [new if new.usable else old for new, old in zip(offers, known, strict=True)]
+        plans, metadata = merge(whole)
+        self._merged = (whole, plans, metadata)
+        # Only a rank that said "as last time" is sure to have last time's plan.
+        answers = [
+            _AS_LAST_TIME if not offer.usable and rank < len(before) and before[rank] == plan else plan
+            for rank, (offer, plan) in enumerate(zip(offers, plans, strict=True))
+        ]
         return answers, plans, metadata
 
-    def finish(self, answer: SavePlan, offered: SavePlan) -> SavePlan:
-        """On each rank: the plan to carry out; from now on both are known."""
-        final = answer if answer.usable else SavePlanner._cached_final_save_plan[self.key]  # noqa: SLF001
-        SavePlanner._cached_final_save_plan[self.key] = final  # noqa: SLF001
-        SavePlanner._cached_save_plan[self.key] = offered  # noqa: SLF001
+    def _from_scratch(self, offers: list[SavePlan]) -> list[SavePlan]:
+        """What stands for "as last time" where the coordinator has no last time."""
+        if len(offers) == 1 and self._offered is not None:
+            return [self._offered]
+        unknown = [rank for rank, offer in enumerate(offers) if not offer.usable]
+        if unknown:
+            raise InvalidPlanError(
+                f"ranks {unknown} offer the plan of an earlier save that this coordinator has not seen. "
+                "They have forgotten it now: save again."
+            )
+        return offers
+
+    def finish(self, answer: SavePlan) -> SavePlan:
+        """On each rank: the plan to carry out. All ranks have planned now, and remember."""
+        final = answer if answer.usable else SavePlanner._cached_final_save_plan[self.key]
+        assert self._offered is not None
+        SavePlanner._cached_final_save_plan[self.key] = final
+        SavePlanner._cached_save_plan[self.key] = self._offered
+        if self._merged is not None:
+            all_plans, plans, metadata = self._merged
+            SavePlanner._cached_all_plans[self.key] = all_plans
+            SavePlanner._cached_global_plan[self.key] = plans
+            SavePlanner._cached_metadata[self.key] = metadata
         return final
+
+
+def _is_same(left: SavePlan, right: SavePlan) -> bool:
+    return left == right and _shape_of(left.planner_data) == _shape_of(right.planner_data)
+
+
+def _shape_of(planner_data: Any) -> Any:
+    """What equality of dicts does not see: the types of keys, and the kinds of containers."""
+    if not isinstance(planner_data, dict):
+        return planner_data
+    keys = [
+        [(type(true_key(step)), true_key(step)) for step in path]
+        for path in planner_data.values()
+        if isinstance(path, tuple)
+    ]
+    containers = getattr(planner_data, "containers", {})
+    return keys, [([(type(true_key(s)), true_key(s)) for s in p], kind) for p, kind in containers.items()]
