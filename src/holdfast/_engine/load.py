@@ -26,9 +26,9 @@ def run_load(
     """
 
     def need() -> LoadPlan:
-        metadata = reader.read_metadata()
+        metadata, is_shared = _read_metadata(reader, exchange.rank)
         planner.set_up_planner(state_dict, metadata, exchange.is_coordinator)
-        _set_up(reader, metadata, exchange)
+        _set_up(reader, metadata, exchange, is_shared)
         return reader.prepare_local_plan(planner.create_local_plan())
 
     def look_at_all(needs: list[LoadPlan]) -> list[LoadPlan]:
@@ -42,11 +42,27 @@ def run_load(
     exchange.agree("read", read, lambda _: None)
 
 
-def _set_up(reader: StorageReader, metadata: Metadata, exchange: Exchange) -> None:
+def _read_metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
+    """The metadata that all ranks share or, where there is none at all, that of this rank's own part.
+
+    Metadata that is there and cannot be read is an error: whatever else is in that place is older.
+    """
+    try:
+        return reader.read_metadata(), True
+    except FileNotFoundError as absent:
+        if "kwargs" not in inspect.signature(reader.read_metadata).parameters:
+            raise
+        try:
+            return reader.read_metadata(rank=rank), False
+        except FileNotFoundError:
+            raise absent from None
+
+
+def _set_up(reader: StorageReader, metadata: Metadata, exchange: Exchange, is_shared: bool) -> None:
     # Readers from before these keyword arguments existed do not take them.
     if "kwargs" in inspect.signature(reader.set_up_storage_reader).parameters:
         reader.set_up_storage_reader(
-            metadata, exchange.is_coordinator, rank=exchange.rank, use_collectives=True
+            metadata, exchange.is_coordinator, rank=exchange.rank, use_collectives=is_shared
         )
     else:
         reader.set_up_storage_reader(metadata, exchange.is_coordinator)
