@@ -216,13 +216,15 @@ class CheckpointException(CheckpointError):  # noqa: N818 - the name is torch's
         return self._failures
 
     def __str__(self) -> str:
+        if len(self._failures) == 1 and self.__cause__ in [error for error, _ in self._failures.values()]:
+            # A process alone: the cause's traceback is printed before this, and there are no ranks to tell.
+            return f"{self.args[0]}: {''.join(_describe(self.__cause__)).rstrip()}"
         ranks = ", ".join(str(rank) for rank in sorted(self._failures))
         noun = "rank" if len(self._failures) == 1 else "ranks"
         lines = [f"{self.args[0]} (failed on {noun} {ranks})" if self._failures else str(self.args[0])]
         for rank, (error, trace) in sorted(self._failures.items()):
             lines.append(f"rank {rank}: {''.join(_describe(error)).rstrip()}")
-            # Raised from its cause, it is printed after the cause's own traceback.
-            if trace and self.__cause__ is not error:
+            if trace:
                 lines.append("".join(traceback.format_list(trace)).rstrip())
         return "\n".join(lines)
 
@@ -282,7 +284,8 @@ def portable_failure(failure: WRAPPED_EXCEPTION) -> WRAPPED_EXCEPTION:
     return _portable(error), _portable_trace(trace)
 
 
-def _describe(error: BaseException) -> list[str]:
+def _describe(error: BaseException | None) -> list[str]:
+    assert error is not None
     try:
         return traceback.format_exception_only(type(error), error)
     except Exception:  # noqa: BLE001 - a stranger's __str__ may raise anything
