@@ -14,16 +14,9 @@ from holdfast._foreign import called_by_torch, our_load_planner, our_save_planne
 from holdfast._format.metadata_file import FILE_NAME
 from holdfast._io.local import LocalStore
 from holdfast._io.store import ByteStore
-from holdfast._storage.checkpoint import (
-    DEFAULT_BUDGET,
-    commit,
-    existing_checkpoint,
-    read_items,
-    read_metadata_file,
-    remove_unreferenced,
-    write_items,
-)
 from holdfast._storage.commit import VERSION
+from holdfast._storage.reading import read_items, read_metadata_file
+from holdfast._storage.writing import commit, existing_checkpoint, remove_unreferenced, write_items
 from holdfast.errors import CheckpointExistsError, UsageError
 from holdfast.extension import ExtensionRegistry, StreamTransformExtension
 from holdfast.metadata import Metadata, StorageMeta
@@ -33,6 +26,8 @@ from holdfast.storage import StorageReader, StorageWriter, WriteResult
 __all__ = ["FileSystem", "FileSystemBase", "FileSystemReader", "FileSystemWriter", "SerializationFormat"]
 
 DEFAULT_SUFFIX = ".distcp"
+DEFAULT_BUDGET = 256 * 1024 * 1024
+"""The most memory that a save or a load takes besides what it saves from or loads into."""
 # Compression keeps a core busy: one file, and so one thread, each.
 _TRANSFORM_THREADS = min(4, os.cpu_count() or 1)
 _READ_THREADS = 4

@@ -32,7 +32,10 @@ def described(value: Any) -> Any:
         return ("tensor", value.dtype, value.tolist())
     if isinstance(value, dict):
         entries = [(type(key).__name__, repr(key), described(entry)) for key, entry in value.items()]
-        return (type(value).__name__, entries if isinstance(value, collections.OrderedDict) else sorted(entries))
+        return (
+            type(value).__name__,
+            entries if isinstance(value, collections.OrderedDict) else sorted(entries),
+        )
     if isinstance(value, list | tuple):
         return (type(value).__name__, [described(entry) for entry in value])
     return (type(value).__name__, repr(value))
@@ -86,7 +89,10 @@ STATES: dict[str, dict[Any, Any]] = {
     "ordered": {"o": collections.OrderedDict([("b", 1), ("a", torch.ones(1))])},
     "ordered in a list": {"l": [collections.OrderedDict(x=torch.ones(1)), collections.OrderedDict()]},
     "nothing but objects": {"a": 1, "b": {"c": None}},
-    "optimizer": {"state": {0: {"step": 7, "m": torch.ones(2)}, 1: {}}, "groups": [{"lr": 0.1, "params": [0, 1]}]},
+    "optimizer": {
+        "state": {0: {"step": 7, "m": torch.ones(2)}, 1: {}},
+        "groups": [{"lr": 0.1, "params": [0, 1]}],
+    },
     "dotted": {"a.b": {"c": 1}, "a": {"b.d": 2}},
 }
 
@@ -99,7 +105,7 @@ def test_the_nested_structure_is_rebuilt_without_a_template(tmp_path: Path, name
 
 @pytest.mark.xfail(strict=True, reason="containers are dropped where a checkpoint has no leaf at all")
 def test_empty_containers_alone_are_rebuilt(tmp_path: Path) -> None:
-    state = {"a": {}, "b": {"c": {}}}
+    state: dict[str, Any] = {"a": {}, "b": {"c": {}}}
     save(state, tmp_path)
     assert load_all(tmp_path) == state
 
@@ -122,7 +128,9 @@ def test_an_empty_container_keeps_its_place_in_an_ordered_dict(tmp_path: Path) -
     ],
     ids=repr,
 )
-def test_keys_that_look_alike_as_text_are_kept_apart_or_refused(tmp_path: Path, state: dict[str, Any]) -> None:
+def test_keys_that_look_alike_as_text_are_kept_apart_or_refused(
+    tmp_path: Path, state: dict[str, Any]
+) -> None:
     try:
         save(state, tmp_path)
     except UsageError:
@@ -153,7 +161,9 @@ def nested() -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_only_what_is_below_the_named_keys_is_loaded(tmp_path: Path, keys: Any, expected: dict[str, Any]) -> None:
+def test_only_what_is_below_the_named_keys_is_loaded(
+    tmp_path: Path, keys: Any, expected: dict[str, Any]
+) -> None:
     save(nested(), tmp_path)
     assert described(load_all(tmp_path, keys)) == described(expected)
 
@@ -178,7 +188,9 @@ def test_the_kinds_of_containers_below_a_named_key_are_kept(tmp_path: Path) -> N
     ],
     ids=repr,
 )
-def test_two_values_with_one_flat_name_are_refused_with_both_places(tmp_path: Path, state: dict[Any, Any]) -> None:
+def test_two_values_with_one_flat_name_are_refused_with_both_places(
+    tmp_path: Path, state: dict[Any, Any]
+) -> None:
     with pytest.raises(UsageError, match="two values would both be called") as caught:
         save(state, tmp_path)
     assert isinstance(caught.value, ValueError)
@@ -257,7 +269,8 @@ def test_a_mapping_that_is_not_a_dict_is_rebuilt_exactly_or_refused(tmp_path: Pa
 
 def test_values_in_other_mappings_are_restored_in_place(tmp_path: Path) -> None:
     save({"counts": collections.Counter(a=2, b=1), "d": collections.defaultdict(list, x=[1])}, tmp_path)
-    counts, default = collections.Counter(a=0, b=0), collections.defaultdict(list, x=[])
+    counts = collections.Counter(a=0, b=0)
+    default: collections.defaultdict[str, list[int]] = collections.defaultdict(list, x=[])
     hf.load({"counts": counts, "d": default}, checkpoint_id=tmp_path)
     assert counts == {"a": 2, "b": 1}
     assert default == {"x": [1]}
@@ -302,7 +315,9 @@ nests = st.recursive(
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
         st.dictionaries(keys, inner, max_size=3),
-        st.dictionaries(keys, inner, max_size=3).map(lambda d: collections.OrderedDict(sorted(d.items(), key=repr))),
+        st.dictionaries(keys, inner, max_size=3).map(
+            lambda d: collections.OrderedDict(sorted(d.items(), key=repr))
+        ),
     ),
     max_leaves=12,
 )

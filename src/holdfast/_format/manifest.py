@@ -16,7 +16,7 @@ import msgspec
 
 from holdfast.errors import MetadataFormatError
 
-__all__ = ["FORMAT_MAJOR", "FORMAT_MINOR", "Item", "Manifest", "Properties", "decode", "encode"]
+__all__ = ["FORMAT_MAJOR", "FORMAT_MINOR", "Item", "Manifest", "decode", "encode"]
 
 FORMAT_MAJOR = 1
 """Raised when an older reader would misread; a reader refuses a newer one."""
@@ -27,16 +27,6 @@ TENSOR, OBJECT = 0, 1
 """The kinds of a key."""
 
 _ITEMSIZE = {"q": 8, "I": 4, "B": 1}
-
-
-class Properties(NamedTuple):
-    """What a tensor is besides its shape, in words; ``dtype`` is the only one that matters."""
-
-    dtype: str
-    layout: str = "strided"
-    requires_grad: bool = False
-    memory_format: str = "contiguous_format"
-    pin_memory: bool = False
 
 
 class Item(NamedTuple):

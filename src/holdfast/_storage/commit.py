@@ -13,7 +13,6 @@ from holdfast._format.manifest import (
     OBJECT,
     TENSOR,
     Manifest,
-    Properties,
     column,
     concatenated,
     decode,
@@ -80,11 +79,11 @@ def _word(value: object) -> str:
 @functools.lru_cache(maxsize=1024)
 def _in_words(
     dtype: object, layout: object, requires_grad: bool, memory_format: object, pin_memory: bool
-) -> Properties:
-    return Properties(_word(dtype), _word(layout), requires_grad, _word(memory_format), pin_memory)
+) -> TorchProperties:
+    return TorchProperties(_word(dtype), _word(layout), requires_grad, _word(memory_format), pin_memory)
 
 
-def _properties(properties: TensorProperties) -> Properties:
+def _properties(properties: TensorProperties) -> TorchProperties:
     p = properties
     return _in_words(p.dtype, p.layout, p.requires_grad, p.memory_format, p.pin_memory)
 

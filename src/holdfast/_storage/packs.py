@@ -22,9 +22,7 @@ def is_small(chunk: Chunk, item: ReadItem) -> bool:
     """Whether an item is read with its neighbours: raw, at most one block, and wanted whole."""
     place = chunk.place
     return (
-        0 <= place.payload_nbytes < _SMALL
-        and not place.transform_descriptors
-        and item.lengths == chunk.shape
+        0 <= place.payload_nbytes < _SMALL and not place.transform_descriptors and item.lengths == chunk.shape
     )
 
 

@@ -1,0 +1,267 @@
+"""torch's planners and storages in our save and load, and ours in torch's."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+from torch.distributed.checkpoint import default_planner as torch_planners
+from torch.distributed.checkpoint import metadata as torch_metadata
+
+import holdfast as hf
+from holdfast import metadata as our_metadata
+
+# Its types say that it exports nothing.
+dcp: Any = torch_checkpoint
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
+]
+OURS, TORCHS = "ours", "torch's"
+
+
+def make_state() -> dict[str, Any]:
+    return {
+        "model": {
+            "weight": torch.arange(12.0).view(3, 4),
+            "half": torch.ones(3, dtype=torch.bfloat16).mul(3),
+        },
+        "view": torch.arange(20.0).view(4, 5).t()[1:3],
+        "empty": torch.empty(0, 2),
+        "scalar": torch.tensor(5),
+        "step": 7,
+        "note": "text",
+        "raw": b"\x00\xffbytes",
+        "list": [torch.ones(2), {"k": 1}],
+        "pair": (1, torch.ones(1)),
+    }
+
+
+def blank_state() -> dict[str, Any]:
+    return {
+        "model": {"weight": torch.zeros(3, 4), "half": torch.zeros(3, dtype=torch.bfloat16)},
+        "view": torch.zeros(2, 4),
+        "empty": torch.empty(0, 2),
+        "scalar": torch.tensor(0),
+        "step": 0,
+        "note": "",
+        "raw": b"",
+        "list": [torch.zeros(2), {"k": 0}],
+        "pair": None,
+    }
+
+
+def assert_arrived(state: dict[str, Any]) -> None:
+    expected = make_state()
+    assert torch.equal(state["model"]["weight"], expected["model"]["weight"])
+    assert torch.equal(state["model"]["half"], expected["model"]["half"])
+    assert torch.equal(state["view"], expected["view"])
+    assert torch.equal(state["list"][0], expected["list"][0])
+    assert state["list"][1] == {"k": 1}
+    assert state["scalar"] == 5
+    assert (state["step"], state["note"], state["raw"]) == (7, "text", b"\x00\xffbytes")
+    assert state["pair"][0] == 1
+    assert torch.equal(state["pair"][1], torch.ones(1))
+
+
+Save = Callable[..., Any]
+ENGINES: dict[str, tuple[Save, Save]] = {OURS: (hf.save, hf.load), TORCHS: (dcp.save, dcp.load)}
+SAVE_PLANNERS: dict[str, Callable[[], Any]] = {OURS: hf.DefaultSavePlanner, TORCHS: dcp.DefaultSavePlanner}
+LOAD_PLANNERS: dict[str, Callable[[], Any]] = {OURS: hf.DefaultLoadPlanner, TORCHS: dcp.DefaultLoadPlanner}
+WRITERS: dict[str, Callable[[Path], Any]] = {
+    OURS: lambda folder: hf.FileSystemWriter(folder, sync_files=False),
+    TORCHS: lambda folder: dcp.FileSystemWriter(folder, sync_files=False),
+}
+READERS: dict[str, Callable[[Path], Any]] = {OURS: hf.FileSystemReader, TORCHS: dcp.FileSystemReader}
+NEEDS_OUR_RECORDS = pytest.mark.xfail(
+    strict=True, reason="our planners take and give our records, which torch's engine and storage do not know"
+)
+LEAKS_OUR_CLASS = pytest.mark.xfail(
+    strict=True,
+    reason="torch's writer pickles planner data that names a class of ours, which no reader allows",
+)
+
+
+def combinations(known: dict[tuple[str, str, str], pytest.MarkDecorator]) -> pytest.MarkDecorator:
+    cases = [
+        pytest.param(
+            *case,
+            marks=[known[case]] if case in known else [],
+            id="{} engine, {} planner, {} storage".format(*case),
+        )
+        for case in itertools.product((OURS, TORCHS), repeat=3)
+    ]
+    return pytest.mark.parametrize(("engine", "planner", "storage"), cases)
+
+
+@combinations({(TORCHS, OURS, TORCHS): NEEDS_OUR_RECORDS, (OURS, OURS, TORCHS): LEAKS_OUR_CLASS})
+def test_every_planner_saves_with_every_storage_in_every_engine(
+    tmp_path: Path, engine: str, planner: str, storage: str
+) -> None:
+    ENGINES[engine][0](
+        make_state(),
+        storage_writer=WRITERS[storage](tmp_path),
+        planner=SAVE_PLANNERS[planner](),
+        no_dist=True,
+    )
+    for load in (hf.load, dcp.load):
+        state = blank_state()
+        load(state, checkpoint_id=tmp_path, no_dist=True)
+        assert_arrived(state)
+
+
+@pytest.mark.parametrize("written_by", [OURS, TORCHS])
+@combinations({(TORCHS, OURS, TORCHS): NEEDS_OUR_RECORDS, (TORCHS, OURS, OURS): NEEDS_OUR_RECORDS})
+def test_every_planner_loads_with_every_storage_in_every_engine(
+    tmp_path: Path, written_by: str, engine: str, planner: str, storage: str
+) -> None:
+    ENGINES[written_by][0](make_state(), storage_writer=WRITERS[written_by](tmp_path), no_dist=True)
+    state = blank_state()
+    ENGINES[engine][1](
+        state, storage_reader=READERS[storage](tmp_path), planner=LOAD_PLANNERS[planner](), no_dist=True
+    )
+    assert_arrived(state)
+
+
+class TorchPrefixSaver(torch_planners.DefaultSavePlanner):
+    """A planner as people write them for torch: everything gets a prefix."""
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner({f"run.{k}": v for k, v in state_dict.items()}, storage_meta, is_coordinator)
+
+
+class TorchPrefixLoader(torch_planners.DefaultLoadPlanner):
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        assert isinstance(metadata, torch_metadata.Metadata)
+        super().set_up_planner({f"run.{k}": v for k, v in state_dict.items()}, metadata, is_coordinator)
+
+
+def test_planners_written_for_torch_see_torchs_records_in_our_save_and_load(tmp_path: Path) -> None:
+    hf.save({"w": torch.ones(3), "n": 1}, checkpoint_id=tmp_path, planner=TorchPrefixSaver())  # type: ignore[arg-type]
+    assert set(hf.FileSystemReader(tmp_path).read_metadata().state_dict_metadata) == {"run.w", "run.n"}
+    state = {"w": torch.zeros(3)}
+    hf.load(state, checkpoint_id=tmp_path, planner=TorchPrefixLoader())  # type: ignore[arg-type]
+    assert state["w"].all()
+
+
+class TorchCastingSaver(torch_planners.DefaultSavePlanner):
+    def create_local_plan(self) -> Any:
+        plan = super().create_local_plan()
+        for item in plan.items:
+            if item.tensor_data is not None:
+                item.tensor_data.properties.dtype = torch.float16
+        self.plan = plan
+        return plan
+
+    def resolve_data(self, write_item: Any) -> Any:
+        data = super().resolve_data(write_item)
+        return data.to(torch.float16) if isinstance(data, torch.Tensor) else data
+
+
+def test_a_casting_planner_written_for_torch_casts_in_our_save(tmp_path: Path) -> None:
+    hf.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, planner=TorchCastingSaver())  # type: ignore[arg-type]
+    state = {"w": torch.zeros(3, dtype=torch.float16)}
+    hf.load(state, checkpoint_id=tmp_path)
+    assert state["w"].all()
+
+
+class TorchCountingWriter(dcp.FileSystemWriter):  # type: ignore[misc]
+    items = 0
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        assert isinstance(plan, dcp.planner.SavePlan)
+        type(self).items = len(plan.items)
+        return super().write_data(plan, planner)
+
+
+class TorchCountingReader(dcp.FileSystemReader):  # type: ignore[misc]
+    items = 0
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        assert isinstance(plan, dcp.planner.LoadPlan)
+        type(self).items = len(plan.items)
+        return super().read_data(plan, planner)
+
+
+def test_storages_written_for_torch_see_torchs_records_in_our_save_and_load(tmp_path: Path) -> None:
+    metadata = hf.save(make_state(), storage_writer=TorchCountingWriter(tmp_path))
+    assert TorchCountingWriter.items == len(metadata.state_dict_metadata)
+    state = blank_state()
+    hf.load(state, storage_reader=TorchCountingReader(tmp_path))
+    assert_arrived(state)
+    assert TorchCountingReader.items == len(metadata.state_dict_metadata)
+
+
+class OurPrefixSaver(hf.DefaultSavePlanner):
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner({f"run.{k}": v for k, v in state_dict.items()}, storage_meta, is_coordinator)
+
+
+class OurLookingReader(hf.FileSystemReader):
+    """Looks at the metadata on the way, as people do."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen = super().read_metadata(*args, **kwargs)
+        return self.seen
+
+
+def test_a_subclass_of_our_planner_renames_with_torchs_storage(tmp_path: Path) -> None:
+    hf.save({"w": torch.ones(3)}, storage_writer=WRITERS[TORCHS](tmp_path), planner=OurPrefixSaver())
+    state = {"run.w": torch.zeros(3)}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert state["run.w"].all()
+
+
+@pytest.mark.xfail(strict=True, reason="whose records are wanted is read off the caller, here the subclass")
+def test_a_subclass_of_our_reader_works_in_torchs_load(tmp_path: Path) -> None:
+    hf.save(make_state(), checkpoint_id=tmp_path)
+    state = blank_state()
+    dcp.load(state, storage_reader=OurLookingReader(tmp_path), no_dist=True)
+    assert_arrived(state)
+
+
+def test_records_that_go_in_and_out_are_equal_and_of_the_right_classes(tmp_path: Path) -> None:
+    ours = hf.save(make_state(), storage_writer=WRITERS[TORCHS](tmp_path / "a"))
+    assert type(ours) is our_metadata.Metadata
+    assert {type(entry) for entry in ours.state_dict_metadata.values()} == {
+        our_metadata.TensorStorageMetadata,
+        our_metadata.BytesStorageMetadata,
+    }
+    assert {type(index) for index in ours.storage_data} == {our_metadata.MetadataIndex}
+
+
+@pytest.mark.xfail(strict=True, reason="the writer puts its own records into torch's metadata")
+def test_metadata_that_torchs_save_returns_holds_torchs_records_only(tmp_path: Path) -> None:
+    theirs = dcp.save(make_state(), storage_writer=WRITERS[OURS](tmp_path), no_dist=True)
+    assert type(theirs) is torch_metadata.Metadata
+    assert {type(index) for index in theirs.storage_data} == {torch_metadata.MetadataIndex}
+    assert type(theirs.storage_meta) is torch_metadata.StorageMeta
+
+
+def test_torchs_load_reports_damage_that_our_reader_finds(tmp_path: Path) -> None:
+    hf.save({"w": torch.ones(1000)}, checkpoint_id=tmp_path)
+    (file,) = tmp_path.glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(BaseException, match="not the ones that were written"):
+        dcp.load({"w": torch.zeros(1000)}, storage_reader=READERS[OURS](tmp_path), no_dist=True)
+
+
+def test_overwriting_torchs_checkpoint_with_our_writer_in_torchs_save(tmp_path: Path) -> None:
+    dcp.save({"w": torch.zeros(3), "old": 1}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"w": torch.ones(3)}, storage_writer=WRITERS[OURS](tmp_path), no_dist=True)
+    state = {"w": torch.zeros(3)}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert state["w"].all()
+    assert len(list(tmp_path.glob("*.distcp"))) == 1
+
+
+def test_records_of_both_sides_have_the_same_fields() -> None:
+    for name in ("ChunkStorageMetadata", "TensorProperties", "Metadata", "MetadataIndex", "StorageMeta"):
+        ours, theirs = getattr(our_metadata, name), getattr(torch_metadata, name)
+        assert [f.name for f in dataclasses.fields(ours)] == [f.name for f in dataclasses.fields(theirs)]
