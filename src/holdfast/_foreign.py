@@ -19,6 +19,7 @@ from torch.futures import Future
 from holdfast import metadata as our_metadata_module
 from holdfast import planner as our_planner_module
 from holdfast import storage as our_storage_module
+from holdfast._format.typed_key import TypedKey
 from holdfast.metadata import Metadata, StorageMeta
 from holdfast.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from holdfast.storage import StorageReader, StorageWriter, WriteResult
@@ -111,10 +112,27 @@ def _convert(value: Any, table: dict[type, type]) -> Any:
     return made(**fields)
 
 
-def called_by_torch() -> bool:
-    """Whether the method that asks was called by torch's checkpoint package, which wants its own records."""
-    caller = sys._getframe(2).f_globals.get("__name__", "")  # noqa: SLF001
-    return str(caller).startswith(_PACKAGE)
+def _plain(planner_data: Any) -> Any:
+    """Planner data in plain types: in torch's paths the keys of dicts are strings."""
+    if not isinstance(planner_data, dict):
+        return planner_data
+    return {
+        key: tuple(str(step) if isinstance(step, TypedKey) else step for step in path)
+        if type(path) is tuple
+        else path
+        for key, path in planner_data.items()
+    }
+
+
+def called_by_torch(asking: object) -> bool:
+    """Whether a method of ``asking`` was called by torch's checkpoint package, which wants its own records.
+
+    Overriding methods of a subclass may stand in between.
+    """
+    frame = sys._getframe(1)  # noqa: SLF001
+    while frame.f_back is not None and frame.f_locals.get("self") is asking:
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", "")).startswith(_PACKAGE)
 
 
 def _is_torchs(value: Any, module: str, name: str) -> bool:
@@ -246,6 +264,8 @@ class _WriterOfTorch(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         theirs = to_torch(metadata)
+        # torch pickles it as it is, and must be able to read it where holdfast is not installed.
+        theirs.planner_data = _plain(metadata.planner_data)
         self.inner.finish(theirs, to_torch(results))
         metadata.storage_data = to_ours(theirs.storage_data)
 

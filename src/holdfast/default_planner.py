@@ -14,7 +14,7 @@ from holdfast._plan.cache import PlanCache
 from holdfast._plan.fit import Fit, check_fit
 from holdfast._plan.items import read_items_for_object, read_items_for_tensor, write_items
 from holdfast._plan.merge import assign_writers, describe, find_problems
-from holdfast._plan.structure import Slot, Structure, flatten, unflatten
+from holdfast._plan.structure import Container, Path, Slot, Structure, flatten, unflatten
 from holdfast._tensors.chunks import find_chunk, is_tensor
 from holdfast.errors import InvalidPlanError, UsageError
 from holdfast.metadata import (
@@ -117,7 +117,7 @@ class DefaultSavePlanner(SavePlanner):
         if self.flatten_state_dict:
             merged = Structure()
             for plan in plans:
-                merged.merge(plan.planner_data or {})
+                merged.merge({} if plan.planner_data is None else plan.planner_data)
             metadata = dataclasses.replace(metadata, planner_data=merged)
         # A single rank may save its own shards alone: then the rest of the tensor is not its affair.
         problems = find_problems(metadata, whole=len(all_plans) > 1)
@@ -250,10 +250,14 @@ class DefaultLoadPlanner(LoadPlanner):
         for item in central_plan.items:
             value = self.state_dict[item.dest_index.fqn]
             if type(value) in _MADE_ANEW and value.is_meta:
-                self._put(item.dest_index.fqn, torch.empty_like(value, device=_home_device()))
+                self.put(item.dest_index.fqn, torch.empty_like(value, device=_home_device()))
         return central_plan
 
-    def _put(self, key: str, value: Any) -> None:
+    def put(self, key: str, value: Any) -> None:
+        """Replace a value of the state: an object that was loaded, or a tensor that got its memory.
+
+        For subclasses to extend, if the state that they show is not the one that the caller has.
+        """
         self.state_dict[key] = value
         container, slot = self._slots.get(key, (self.state_dict, key))
         container[slot] = value
@@ -261,7 +265,7 @@ class DefaultLoadPlanner(LoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Decode an object and put it where it stood in the state."""
         key = read_item.dest_index.fqn
-        self._put(
+        self.put(
             key,
             decode_object(key, value, allow_pickle=self.allow_pickle, safe_globals=self.safe_globals),
         )
@@ -336,11 +340,21 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
             for key, entry in metadata.state_dict_metadata.items()
             if self.keys is None or self._is_wanted(key, paths.get(key, (key,)))
         }
-        containers = getattr(paths, "containers", None) if self.keys is None else None
-        state_dict.update(unflatten(leaves, paths, containers))
+        state_dict.update(unflatten(leaves, paths, self._wanted_containers(leaves, paths)))
         super().set_up_planner(state_dict, metadata, is_coordinator)
         if self.keys is not None and self.strict is None:
             self.strict = False
+
+    def _wanted_containers(self, leaves: dict[str, Any], paths: dict[str, Path]) -> dict[Path, Container]:
+        containers: dict[Path, Container] = getattr(paths, "containers", {})
+        if self.keys is None:
+            return containers
+        above = {path[:depth] for key in leaves if (path := paths.get(key)) for depth in range(len(path))}
+        return {
+            path: container
+            for path, container in containers.items()
+            if path in above or self._is_wanted(".".join(map(str, path)), path)
+        }
 
     def _is_wanted(self, key: str, path: tuple[Any, ...]) -> bool:
         assert self.keys is not None

@@ -175,12 +175,17 @@ class FileSystemWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit, then remove what the checkpoint does not use."""
-        metadata.version = VERSION
-        metadata.storage_data = {
+        ours: Metadata = to_ours(metadata)
+        ours.version = VERSION
+        ours.storage_data = {
             to_ours(result.index): result.storage_data for of_rank in results for result in of_rank
         }
-        metadata.storage_meta = self.storage_meta()
-        ours, store, rank = to_ours(metadata), self._store(), self._own_rank
+        ours.storage_meta = self.storage_meta()
+        if ours is not metadata:
+            theirs = to_torch(ours)
+            metadata.version, metadata.storage_meta = theirs.version, theirs.storage_meta
+            metadata.storage_data = theirs.storage_data
+        store, rank = self._store(), self._own_rank
         commit(
             store,
             ours,
@@ -262,7 +267,7 @@ class FileSystemReader(StorageReader):
         metadata = read_metadata_file(self._store(), rank=kwargs.get("rank"), allow_pickle=self.allow_pickle)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
-        if called_by_torch():
+        if called_by_torch(self):
             theirs: Metadata = to_torch(metadata)
             return theirs
         return metadata

@@ -67,9 +67,7 @@ class TensorWriteData:
     properties: TensorProperties
     size: torch.Size
 
-    def __init__(
-        self, chunk: ChunkStorageMetadata, properties: TensorProperties, size: torch.Size
-    ) -> None:
+    def __init__(self, chunk: ChunkStorageMetadata, properties: TensorProperties, size: torch.Size) -> None:
         fields = self.__dict__
         fields["chunk"] = chunk
         fields["properties"] = properties
@@ -239,7 +237,7 @@ class SavePlanner(abc.ABC):
         class NotesPlanner(DefaultSavePlanner):
             def create_global_plan(self, all_plans):
                 plans, metadata = super().create_global_plan(all_plans)
-                noted = {**metadata.planner_data, "saved by ranks": len(all_plans)}
+                noted = metadata.planner_data | {"saved by ranks": len(all_plans)}
                 return plans, replace(metadata, planner_data=noted)
     """
 
@@ -335,22 +333,30 @@ class LoadPlanner:
     twice for one item. All problems that can be known from the metadata are to be raised by
     ``create_local_plan``, before anything has been changed.
 
-    Rename on load: show the planner the names that the checkpoint has::
+    Rename on load: show the planner the names that the checkpoint has. Tensors are filled in place; what
+    is replaced goes through ``put``, and must find its way back::
 
         class StripPrefixPlanner(DefaultLoadPlanner):
             def set_up_planner(self, state_dict, metadata=None, is_coordinator=False):
+                self.target = state_dict
                 renamed = {"model." + key: value for key, value in state_dict.items()}
                 super().set_up_planner(renamed, metadata, is_coordinator)
 
-    Materialise a model that was built on the meta device::
+            def put(self, key, value):
+                super().put(key, value)
+                if (name := key.removeprefix("model.")) in self.target:
+                    self.target[name] = value
+
+    Materialise what is on the meta device, on a device of your choice (the default planner takes the
+    current one)::
 
         class MaterializePlanner(DefaultLoadPlanner):
-            def resolve_tensor(self, read_item):
-                shown = super().resolve_tensor(read_item)
-                return torch.empty_like(shown, device="cpu")
-
-            def commit_tensor(self, read_item, tensor):
-                self.state_dict[read_item.dest_index.fqn] = tensor
+            def finish_plan(self, central_plan):
+                for item in central_plan.items:
+                    key = item.dest_index.fqn
+                    if getattr(self.state_dict[key], "is_meta", False):
+                        self.put(key, torch.empty_like(self.state_dict[key], device="cpu"))
+                return super().finish_plan(central_plan)
 
     The class is not abstract, as torch's is not: what a subclass leaves out fails when it is called.
     """

@@ -296,7 +296,9 @@ def test_objects_arrive_equal_and_of_the_same_type(tmp_path: Path, save: Save, l
     load(loaded, tmp_path)
     assert loaded["value"] == value
     assert type(loaded["value"]) is type(value)
-    assert repr(loaded["value"]) == repr(value)
+    # The order in which a set is printed depends on the run.
+    if not isinstance(value, set | frozenset):
+        assert repr(loaded["value"]) == repr(value)
 
 
 @both_ways

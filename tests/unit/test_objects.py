@@ -183,7 +183,6 @@ def test_code_beside_a_tensor_is_not_run(tmp_path: Path) -> None:
     assert not planted.exists()
 
 
-@pytest.mark.xfail(strict=True, reason="the last line of torch's message is a link to its documentation")
 def test_a_refusal_beside_a_tensor_names_what_was_refused(tmp_path: Path) -> None:
     stream = io.BytesIO()
     torch.save((torch.ones(1), Opens(str(tmp_path / "planted"))), stream)
@@ -261,9 +260,6 @@ def test_a_stream_of_an_object_reads_like_any_stream() -> None:
     assert encode_object("k", b"abc").seek(0, io.SEEK_END) == len(content)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="BytesIO iterates in C, past the methods that put the content together"
-)
 @pytest.mark.parametrize(
     "read",
     [b"".join, lambda stream: b"".join(stream.readlines())],

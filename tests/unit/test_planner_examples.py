@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import holdfast as hf
@@ -50,9 +49,6 @@ def test_a_prefix_that_was_put_on_when_saving_comes_off_when_loading(tmp_path: P
     assert state["w"].all()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="values that are not tensors are put into the renamed dict, not the caller's"
-)
 def test_a_renamed_value_that_is_not_a_tensor_reaches_the_caller(tmp_path: Path) -> None:
     hf.save({"n": 5}, checkpoint_id=tmp_path, planner=SAVE["PrefixPlanner"]())
     state = {"n": 0}
@@ -94,16 +90,12 @@ def test_a_note_is_kept_in_the_metadata(tmp_path: Path) -> None:
     assert state["w"].all()
 
 
-@pytest.mark.xfail(strict=True, reason="a copy of the planner data as a plain dict forgets containers")
 def test_a_note_does_not_cost_the_structure(tmp_path: Path) -> None:
     hf.save({"w": 1, "empty": {}}, checkpoint_id=tmp_path, planner=SAVE["NotesPlanner"]())
     loaded = hf.state_dict_loader._load_state_dict_from_keys(checkpoint_id=tmp_path)
     assert loaded == {"w": 1, "empty": {}}
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the flat copy gets the loaded tensors, the caller's state other, empty ones"
-)
 def test_a_model_on_the_meta_device_is_given_memory(tmp_path: Path) -> None:
     hf.save({"w": torch.arange(4.0), "big": torch.ones(300, 1000)}, checkpoint_id=tmp_path)
     state = {"w": torch.empty(4, device="meta"), "big": torch.empty(300, 1000, device="meta")}

@@ -149,7 +149,6 @@ def test_rows_from_anywhere_read_at_most_two_blocks_more(
 
 
 @needs_counter
-@pytest.mark.xfail(strict=True, reason="pieces for threads end inside blocks, which are read on both sides")
 def test_a_slice_shared_by_threads_reads_no_block_twice(tmp_path: Path) -> None:
     save_raw({"weight": torch.zeros(140 * MIB, dtype=torch.uint8)}, tmp_path)
     target = torch.zeros(136 * MIB, dtype=torch.uint8)

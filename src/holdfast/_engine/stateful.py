@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from holdfast.errors import UsageError
 from holdfast.stateful import Stateful
 
 __all__ = ["OpenedState", "open_states", "return_states"]
@@ -36,7 +37,10 @@ def open_states(state: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[OpenedSt
         The copy, and the objects, inner ones before those that hold them.
     """
     found: list[OpenedState] = []
-    opened = {key: _open(value, found) for key, value in state.items()}
+    try:
+        opened = {key: _open(value, found) for key, value in state.items()}
+    except RecursionError:
+        raise UsageError("the state contains itself, or is nested too deeply to be saved") from None
     return opened, found
 
 

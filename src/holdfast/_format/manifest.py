@@ -178,7 +178,7 @@ def decode(data: bytes | memoryview, *, path: str) -> Manifest:
     """
     try:
         version = msgspec.msgpack.decode(data, type=_Version).version
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _damaged(path, str(error)) from error
     if version[0] > FORMAT_MAJOR:
         raise MetadataFormatError(
@@ -190,7 +190,7 @@ def decode(data: bytes | memoryview, *, path: str) -> Manifest:
         )
     try:
         manifest = msgspec.msgpack.decode(data, type=Manifest)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _damaged(path, str(error)) from error
     problem = _find_problem(manifest)
     if problem:

@@ -90,18 +90,24 @@ def _decode_key(encoded: Any, path: str) -> Any:
     return value
 
 
-def encode_containers(containers: dict[Any, str]) -> list[Any]:
-    """The containers that the paths do not tell: for each its steps and its kind."""
-    return [[[_encode_step(step) for step in where], kind] for where, kind in containers.items()]
+def encode_containers(containers: dict[Any, Any]) -> list[Any]:
+    """The containers that the paths do not tell: for each its steps, its kind and its position."""
+    return [
+        [[_encode_step(step) for step in where], kind, position]
+        for where, (kind, position) in containers.items()
+    ]
 
 
-def decode_containers(encoded: list[Any], *, path: str) -> dict[tuple[Any, ...], str]:
-    """The kind of each container by its path."""
+def decode_containers(encoded: list[Any], *, path: str) -> dict[tuple[Any, ...], tuple[str, int]]:
+    """The kind and the position of each container by its path."""
     found = {}
     for entry in encoded:
-        if not isinstance(entry, list) or len(entry) != 2 or entry[1] not in _KINDS:
+        if not isinstance(entry, list) or len(entry) != 3 or entry[1] not in _KINDS:
             raise _bad(path, entry)
-        found[_decode_path(entry[0], path)] = entry[1]
+        steps, kind, position = entry
+        if type(position) is not int:
+            raise _bad(path, entry)
+        found[_decode_path(steps, path)] = (kind, position)
     return found
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import pickle
+import re
 import sys
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from holdfast._objects.allowed import classes_for_torch, find_allowed, is_numpy
 from holdfast._objects.stored import LoadedObject
 from holdfast.errors import IntegrityError, UnsafeMetadataError
 
-__all__ = ["decode_object", "unpickle_data"]
+__all__ = ["decode_object", "is_bytearray", "unpickle_data"]
 
 # How a pickle of nothing but bytes begins; their length follows.
 _BYTES, _BYTEARRAY = b"\x80\x04\x8e", b"\x80\x05\x96"
@@ -48,8 +49,8 @@ def decode_object(
             if stream.head.endswith(_BYTES + size):
                 return stream.payload
             if stream.head.endswith(_BYTEARRAY + size):
-                return bytearray(stream.payload)
-            pickled: bytes | None = stream.payload
+                return stream.payload
+            pickled: bytes | None = bytes(stream.payload)
         else:
             pickled = _pickle_record(stream)
         if pickled is None:
@@ -58,6 +59,11 @@ def decode_object(
             return _unpickle(pickled, safe_globals)
         except _HoldsTensorsError:
             return _load_by_torch(stream, safe_globals)
+
+
+def is_bytearray(head: bytes) -> bool:
+    """Whether a container of ours, which begins like this, has the content of a bytearray in it."""
+    return head[-11:-8] == _BYTEARRAY
 
 
 def unpickle_data(pickled: bytes, name: str, *, allow_pickle: bool = False) -> Any:
@@ -114,7 +120,8 @@ def _load_by_torch(stream: io.BytesIO, safe_globals: Sequence[Callable[..., Any]
         with torch.serialization.safe_globals([*classes_for_torch(), *safe_globals]):
             return torch.load(stream, weights_only=True)
     except pickle.UnpicklingError as error:
-        raise _NotAllowedError(str(error).strip().splitlines()[-1]) from error
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        raise _NotAllowedError(named[1] if named else str(error).strip().splitlines()[0]) from error
 
 
 class _NotAllowedError(Exception):

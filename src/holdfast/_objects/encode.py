@@ -83,6 +83,11 @@ def _save_by_torch(key: str, value: Any) -> io.BytesIO:
     except Exception as error:
         raise _refused(key, value, error) from error
     stream.seek(0)
+    named = torch.serialization.get_unsafe_globals_in_checkpoint(stream)
+    unknown = {name for name in named if not is_allowed(*name.rsplit(".", 1))}
+    if unknown:
+        _say_what_loading_needs(key, unknown)
+    stream.seek(0)
     return stream
 
 

@@ -44,6 +44,18 @@ class _Unassembled(io.BytesIO):
         self._fill()
         return super().readline(size)
 
+    def readinto1(self, buffer: Any, /) -> int:
+        self._fill()
+        return super().readinto1(buffer)
+
+    def readlines(self, size: int | None = -1, /) -> list[bytes]:
+        self._fill()
+        return super().readlines(size)
+
+    def __next__(self) -> bytes:
+        self._fill()
+        return super().__next__()
+
     def seek(self, offset: int, whence: int = 0, /) -> int:
         self._fill()
         return super().seek(offset, whence)
@@ -72,7 +84,7 @@ class StoredObject(_Unassembled):
 class LoadedObject(_Unassembled):
     """An object that was read: ``payload``, and the bytes of the container before and after it."""
 
-    def __init__(self, head: bytes, payload: bytes, tail: bytes) -> None:
+    def __init__(self, head: bytes, payload: bytes | bytearray, tail: bytes) -> None:
         super().__init__()
         self.head = head
         self.payload = payload

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from holdfast._plan.report import Report
-from holdfast._tensors.chunks import global_shape, is_tensor
+from holdfast._tensors.chunks import global_shape, is_sharded, is_tensor
 from holdfast.metadata import Metadata, TensorStorageMetadata
 
 __all__ = ["Fit", "check_fit"]
@@ -48,6 +48,7 @@ def check_fit(state: dict[str, Any], metadata: Metadata, fit: Fit) -> list[str]:
                 and value.shape == entry.size
                 and value.dtype is entry.properties.dtype
                 and value.layout is torch.strided
+                and value.is_contiguous()
             ):
                 continue
             _check_tensor(key, entry, value, fit.cast, report, narrowed)
@@ -83,6 +84,10 @@ def _check_tensor(
         report.shape.append(
             (key, f"Size mismatch: the checkpoint has shape {tuple(entry.size)}, the state {tuple(shape)}")
         )
+    if isinstance(value, torch.Tensor) and not is_sharded(value) and _repeats_memory(value):
+        report.kind.append(
+            (key, "the state's tensor is expanded: several elements share one place in memory")
+        )
     dtype = entry.properties.dtype
     if dtype == value.dtype or cast is True:
         return
@@ -92,6 +97,10 @@ def _check_tensor(
         )
     else:
         narrowed.append(f"{key} from {dtype} to {value.dtype}")
+
+
+def _repeats_memory(tensor: torch.Tensor) -> bool:
+    return any(step == 0 and length > 1 for step, length in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _kind(dtype: torch.dtype) -> str:

@@ -12,7 +12,7 @@ from holdfast.planner import LoadItemType, ReadItem, TensorWriteData, WriteItem,
 
 __all__ = ["read_items_for_object", "read_items_for_tensor", "write_items"]
 
-_NOWHERE = torch.Size()
+_NOWHERE = torch.Size([0])
 
 
 def write_items(key: str, value: Any) -> list[WriteItem]:

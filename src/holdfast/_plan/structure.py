@@ -7,12 +7,12 @@ both (:class:`TypedKey`), and a :class:`Structure` also remembers the containers
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from holdfast._format.typed_key import TypedKey
 from holdfast.errors import UsageError
 
-__all__ = ["Path", "Slot", "Structure", "flatten", "true_key", "unflatten"]
+__all__ = ["Container", "Path", "Slot", "Structure", "flatten", "true_key", "unflatten"]
 
 Path: TypeAlias = "tuple[str | int, ...]"
 """How to reach a leaf: strings are keys of dicts, ints are positions in lists."""
@@ -21,17 +21,34 @@ Slot: TypeAlias = "tuple[Any, Any]"
 """A container and the key in it that a leaf stands under."""
 
 
+class Container(NamedTuple):
+    """A container that its leaves do not tell.
+
+    Attributes:
+        kind: ``dict``, ``OrderedDict`` or ``list``.
+        position: How many leaves of the whole state come before it, so that an empty one finds its place.
+    """
+
+    kind: str
+    position: int
+
+
 class Structure(dict[str, Path]):
     """The path of each flat key, and what is needed besides to build the nested state again.
 
     Attributes:
-        containers: The kind (``dict``, ``OrderedDict``, ``list``) of each container that its leaves do
-            not tell: the empty ones, and those that are not plain.
+        containers: What the leaves do not tell: the empty containers, and those that are not plain.
     """
 
     def __init__(self, paths: Mapping[str, Path] | Iterable[tuple[str, Path]] = ()) -> None:
         super().__init__(paths)
-        self.containers: dict[Path, str] = {}
+        self.containers: dict[Path, Container] = {}
+
+    def __or__(self, other: Any) -> "Structure":  # type: ignore[override]
+        """This with more entries, its containers kept."""
+        joined = Structure({**self, **other})
+        joined.containers = {**self.containers, **getattr(other, "containers", {})}
+        return joined
 
     def merge(self, other: Mapping[str, Path]) -> None:
         """Add another rank's paths; for a key that both have, this one's stays."""
@@ -88,6 +105,8 @@ class _Walk:
                 self.visit((*path, number), entry, (value, number))
         else:
             key = ".".join(map(str, path)) if len(path) > 1 else str(path[0])
+            if not key.isascii():
+                _check_text(key)
             if key in self.leaves:
                 raise UsageError(
                     f"two values would both be called {key!r}: "
@@ -100,12 +119,28 @@ class _Walk:
 
     def visit_dict(self, path: Path, value: Mapping[Any, Any]) -> None:
         if isinstance(value, OrderedDict):
-            self.structure.containers[path] = "OrderedDict"
+            self.structure.containers[path] = Container("OrderedDict", len(self.leaves))
         elif not value:
-            self.structure.containers[path] = "dict"
+            self.structure.containers[path] = Container("dict", len(self.leaves))
+        if len({str(key) for key in value}) < len(value):
+            self.refuse_alike(path, value)
         for key, entry in value.items():
             step = key if type(key) is str else TypedKey(key)
             self.visit((*path, step), entry, (value, key))
+
+    def refuse_alike(self, path: Path, value: Mapping[Any, Any]) -> None:
+        """Raise for two keys of a dict that are the same as text, such as 1 and '1'."""
+        seen: dict[str, Any] = {}
+        for key in value:
+            name = str(key)
+            if name in seen:
+                flat = ".".join([*map(str, path), name])
+                raise UsageError(
+                    f"two values would both be called {flat!r}: {_show(path)}[{seen[name]!r}] and "
+                    f"{_show(path)}[{key!r}]. Rename one of them.",
+                    key=flat,
+                )
+            seen[name] = key
 
     def opens_dict(self, value: Mapping[Any, Any]) -> bool:
         return self.open_every_dict or any(self.holds_tensor(entry) for entry in value.values())
@@ -126,6 +161,13 @@ class _Walk:
         return self.is_tensor(value)
 
 
+def _check_text(key: str) -> None:
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"the name {key!r} is not valid text: it has half of a character", key=key) from None
+
+
 def _show(path: Path) -> str:
     return "".join(f"[{true_key(step)!r}]" for step in path)
 
@@ -136,35 +178,37 @@ def true_key(step: str | int) -> Any:
 
 
 def unflatten(
-    leaves: Mapping[str, Any], paths: Mapping[str, Path], containers: Mapping[Path, str] | None = None
+    leaves: Mapping[str, Any],
+    paths: Mapping[str, Path],
+    containers: Mapping[Path, Container] | None = None,
 ) -> dict[Any, Any]:
     """Build a nested state from leaves; a key without a path stays as it is.
 
     Positions of a list that no leaf fills hold None.
     """
-    containers = containers or {}
-    root: Any = OrderedDict() if containers.get(()) == "OrderedDict" else {}
+    known = {} if containers is None else dict(containers)
+    root: Any = OrderedDict() if () in known and known[()].kind == "OrderedDict" else {}
     made: dict[Path, Any] = {(): root}
 
     def container(path: Path, next_step: str | int | None) -> Any:
         if path in made:
             return made[path]
-        kind = containers.get(path)
-        if kind is None:
-            kind = "list" if isinstance(next_step, int) else "dict"
+        told = known[path].kind if path in known else None
+        kind = told or ("list" if isinstance(next_step, int) else "dict")
         value: Any = [] if kind == "list" else OrderedDict() if kind == "OrderedDict" else {}
         made[path] = value
         _put(container(path[:-1], path[-1]), path[-1], value)
         return value
 
-    # Containers first where they are known, so that an empty one keeps its place among its siblings only
-    # as far as the leaves' order tells.
+    waiting = sorted(known.items(), key=lambda entry: entry[1].position, reverse=True)
+    order = {key: number for number, key in enumerate(paths)}
     for key, value in leaves.items():
+        while waiting and waiting[-1][1].position <= order.get(key, 0):
+            container(waiting.pop()[0], None)
         path = paths.get(key, (key,))
         _put(container(path[:-1], path[-1]), path[-1], value)
-    for path in containers:
-        if path:
-            container(path, None)
+    for path, _ in reversed(waiting):
+        container(path, None)
     return root  # type: ignore[no-any-return]
 
 

@@ -15,6 +15,17 @@ _WASTE = 4
 _ALWAYS_FINE = 1024 * 1024
 
 
+# A block that two pieces share is read twice to be checked.
+_BLOCK = 1 << 20
+
+
+def _at_block_boundary(start: int, rows: int, row_nbytes: int, most: int) -> int:
+    """About ``rows`` rows, so that what follows them begins with a block, if rows allow that."""
+    boundary = (start + rows * row_nbytes) // _BLOCK * _BLOCK
+    cut = -(-(boundary - start) // row_nbytes)
+    return cut if 0 < cut < most else rows
+
+
 class Part(NamedTuple):
     """A piece of a box that is read at once.
 
@@ -73,6 +84,8 @@ def parts_of(
             yield Part(at, size, first * itemsize, span, is_run)
             continue
         half = size[dimension] // 2
+        if is_run:
+            half = _at_block_boundary(first * itemsize, half, strides[dimension] * itemsize, size[dimension])
         second = (*at[:dimension], at[dimension] + half, *at[dimension + 1 :])
         # The later half first onto the stack, so that parts come in the order of the file.
         todo.append((second, (*size[:dimension], size[dimension] - half, *size[dimension + 1 :])))

@@ -24,7 +24,7 @@ from holdfast._format.torch_pickle_records import TorchMetadata, TorchProperties
 from holdfast._format.torch_pickle_writer import write_torch_metadata
 from holdfast._io.blocks import BLOCK_SIZE
 from holdfast._objects import unpickle_data
-from holdfast._plan.structure import Path, Structure
+from holdfast._plan.structure import Container, Path, Structure
 from holdfast._storage.record import StorageInfo
 from holdfast._version import __version__
 from holdfast.errors import MetadataFormatError
@@ -152,7 +152,7 @@ def _manifest(
 
 def _split_planner_data(
     metadata: Metadata,
-) -> tuple[dict[str, Path], dict[Path, str], bytes | None]:
+) -> tuple[dict[str, Path], dict[Path, Container], bytes | None]:
     """Planner data as paths of keys and containers, and as a pickle whatever is not that."""
     data = metadata.planner_data
     if data is None:
@@ -246,10 +246,12 @@ def _planner_data(manifest: Manifest, path: str, *, allow_pickle: bool) -> Any:
         extra = unpickle_data(
             manifest.planner_pickle, f"the planner's data in {path}", allow_pickle=allow_pickle
         )
-    if not manifest.paths:
+    if not manifest.paths and not manifest.containers:
         return extra
-    structure = Structure(decode_paths(manifest.keys, manifest.paths, path=path))
-    structure.containers = decode_containers(manifest.containers, path=path)
+    structure = Structure(decode_paths(manifest.keys, manifest.paths, path=path) if manifest.paths else {})
+    structure.containers = {
+        where: Container(*what) for where, what in decode_containers(manifest.containers, path=path).items()
+    }
     if isinstance(extra, dict):
         structure.update(extra)
     return structure

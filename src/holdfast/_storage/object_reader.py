@@ -3,7 +3,7 @@
 import io
 from collections.abc import Callable
 
-from holdfast._objects import LoadedObject
+from holdfast._objects import LoadedObject, is_bytearray
 from holdfast._storage.source import Source, filled, naming
 from holdfast._storage.transformed import read_transformed
 from holdfast.planner import ReadItem
@@ -33,8 +33,10 @@ def _read(source: Source) -> io.BytesIO:
         return io.BytesIO(
             filled(place.length, lambda view: source.file.reader().read_into(place.offset, view))
         )
-    payload = filled(place.payload_nbytes, lambda view: source.read(0, view))
-    if place.payload_nbytes == place.length:
-        return io.BytesIO(payload)
     head, tail = source.read_wrap()
-    return LoadedObject(head, payload, tail)
+    if is_bytearray(head):
+        content = bytearray(place.payload_nbytes)
+        source.read(0, memoryview(content))
+        return LoadedObject(head, content, tail)
+    payload = filled(place.payload_nbytes, lambda view: source.read(0, view))
+    return LoadedObject(head, payload, tail) if head else io.BytesIO(payload)

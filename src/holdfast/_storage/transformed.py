@@ -18,7 +18,7 @@ from holdfast.extension import StreamTransformExtension
 __all__ = ["deliver_transformed", "read_transformed", "undo_transforms"]
 
 _STEP = 1 << 20
-_ROWS = 8 << 20
+_ROWS = 4 << 20
 # What torch wrote does not say how large an object is behind its transforms.
 _LARGEST_UNDECLARED = 4 << 30
 
@@ -72,15 +72,18 @@ def deliver_transformed(source: Source, chunk: Chunk, delivery: Delivery) -> Non
     stream = undo_transforms(source)
     frame = tensor_item(str(chunk.dtype)[6:], chunk.shape)
     _fill(stream, memoryview(bytearray(frame.payload_offset(0))), source)
-    checksum, done = 0, 0
-    for shape in _row_groups(chunk):
-        with source.context.budget.hold(torch.Size(shape).numel() * chunk.dtype.itemsize):
-            rows = torch.empty(shape, dtype=chunk.dtype)
+    checksum, done, groups = 0, 0, list(_row_groups(chunk))
+    largest = max((torch.Size(shape).numel() for shape in groups), default=0)
+    with source.context.budget.hold(largest * chunk.dtype.itemsize):
+        # Taken once: memory that is freed and taken again for each group stays with the thread's heap.
+        scratch = torch.empty(largest, dtype=chunk.dtype)
+        for shape in groups:
+            rows = scratch[: torch.Size(shape).numel()].view(shape)
             view = memory_of(rows)
             _fill(stream, view, source)
             checksum = crc32(view, checksum)
             _deliver_rows(rows, done, delivery)
-        done += shape[0] if shape else 0
+            done += shape[0] if shape else 0
     delivery.target()
     tail = frame.tail(0, checksum)
     if _read_rest(stream, len(tail) + 1) != tail:
