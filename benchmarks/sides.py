@@ -1,0 +1,66 @@
+"""The two sides: holdfast and stock torch, each called as its users call it, with its defaults."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem as stock_files
+from torch.distributed.checkpoint import state_dict_loader as stock_loader
+from torch.distributed.checkpoint import state_dict_saver as stock_saver
+from torch.distributed.checkpoint._extension import ZStandard as StockZStandard
+
+import holdfast
+
+__all__ = ["Side", "both_sides"]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two, as functions of a state and a folder.
+
+    Attributes:
+        name: One of ``case.SIDES``.
+        save: Save a state into a folder; durable when it returns.
+        load: Load into a state, in place.
+    """
+
+    name: str
+    save: Callable[[dict[str, Any], Path], object]
+    load: Callable[[dict[str, Any], Path], None]
+
+    def save_anew(self, state: dict[str, Any], folder: Path) -> None:
+        """Save into a folder that does not exist yet, whatever was there."""
+        shutil.rmtree(folder, ignore_errors=True)
+        self.save(state, folder)
+
+    def warm_up(self, folder: Path) -> None:
+        """Save and load next to nothing, so that imports and first calls are in nobody's time or memory."""
+        place = folder / f"warm-up-{self.name}"
+        self.save({"x": torch.ones(4), "step": 1}, place)
+        self.load({"x": torch.zeros(4), "step": 0}, place)
+        shutil.rmtree(place)
+
+
+def both_sides(*, zstd: bool = False) -> tuple[Side, Side]:
+    """Both, in the order of ``case.SIDES``; with ``zstd`` each compresses by its own extension."""
+
+    def save_ours(state: dict[str, Any], folder: Path) -> object:
+        extensions = [holdfast.extension.ZStandard()] if zstd else None
+        writer = holdfast.FileSystemWriter(folder, _extensions=extensions)
+        return holdfast.save(state, storage_writer=writer, no_dist=True)
+
+    def load_ours(state: dict[str, Any], folder: Path) -> None:
+        holdfast.load(state, checkpoint_id=folder, no_dist=True)
+
+    def save_theirs(state: dict[str, Any], folder: Path) -> object:
+        extensions = [StockZStandard()] if zstd else None
+        writer = stock_files.FileSystemWriter(folder, _extensions=extensions)
+        return stock_saver.save(state, storage_writer=writer, no_dist=True)
+
+    def load_theirs(state: dict[str, Any], folder: Path) -> None:
+        stock_loader.load(state, checkpoint_id=folder, no_dist=True)
+
+    return Side("holdfast", save_ours, load_ours), Side("torch", save_theirs, load_theirs)
