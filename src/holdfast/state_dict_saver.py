@@ -6,6 +6,7 @@ from typing import Any
 import torch.distributed as dist
 from typing_extensions import deprecated
 
+from holdfast._engine.collector import paused_collector
 from holdfast._engine.save import run_save
 from holdfast._engine.stateful import open_states
 from holdfast._foreign import our_save_planner, our_storage_writer
@@ -19,6 +20,7 @@ from holdfast.storage import StorageWriter
 __all__ = ["save", "save_state_dict"]
 
 
+@paused_collector()
 def save(
     state_dict: STATE_DICT_TYPE,  # type: ignore[type-arg]
     *,

@@ -3,7 +3,6 @@
 import inspect
 from typing import Any
 
-from holdfast._engine.collector import paused_collector
 from holdfast._ranks.exchange import Exchange
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner
@@ -12,7 +11,6 @@ from holdfast.storage import StorageReader
 __all__ = ["run_load"]
 
 
-@paused_collector()
 def run_load(
     state_dict: dict[str, Any], planner: LoadPlanner, reader: StorageReader, exchange: Exchange
 ) -> None:

@@ -4,7 +4,6 @@ import inspect
 from typing import Any
 
 from holdfast._engine.account import check_results
-from holdfast._engine.collector import paused_collector
 from holdfast._ranks.exchange import Exchange
 from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan, SavePlanner
@@ -13,7 +12,6 @@ from holdfast.storage import StorageWriter, WriteResult
 __all__ = ["run_save"]
 
 
-@paused_collector()
 def run_save(
     state_dict: dict[str, Any],
     planner: SavePlanner,

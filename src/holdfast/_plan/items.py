@@ -8,7 +8,14 @@ from holdfast._geometry import Box, cover_of, intersect
 from holdfast._tensors.chunks import is_sharded, is_tensor, local_chunks, refuse_unsavable
 from holdfast.errors import InvalidPlanError
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
-from holdfast.planner import LoadItemType, ReadItem, TensorWriteData, WriteItem, WriteItemType
+from holdfast.planner import (
+    BytesIOWriteData,
+    LoadItemType,
+    ReadItem,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 __all__ = ["read_items_for_object", "read_items_for_tensor", "write_items"]
 
@@ -24,7 +31,9 @@ def write_items(key: str, value: Any) -> list[WriteItem]:
     if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_quantized:
         return _write_plain(key, value)
     if not is_tensor(value):
-        return [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)]
+        # Only bytes are as long as they are before they are encoded.
+        size = BytesIOWriteData(len(value)) if isinstance(value, bytes | bytearray) else None
+        return [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO, size)]
     refuse_unsavable(key, value)
     kind = WriteItemType.SHARD if is_sharded(value) else WriteItemType.TENSOR
     chunks = local_chunks(value)

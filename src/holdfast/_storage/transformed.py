@@ -72,19 +72,12 @@ def deliver_transformed(source: Source, chunk: Chunk, delivery: Delivery) -> Non
     stream = undo_transforms(source)
     frame = tensor_item(str(chunk.dtype)[6:], chunk.shape)
     _fill(stream, memoryview(bytearray(frame.payload_offset(0))), source)
-    checksum, done, groups = 0, 0, list(_row_groups(chunk))
-    largest = max((torch.Size(shape).numel() for shape in groups), default=0)
-    with source.context.budget.hold(largest * chunk.dtype.itemsize):
-        # Taken once: memory that is freed and taken again for each group stays with the thread's heap.
-        scratch = torch.empty(largest, dtype=chunk.dtype)
-        for shape in groups:
-            rows = scratch[: torch.Size(shape).numel()].view(shape)
-            view = memory_of(rows)
-            _fill(stream, view, source)
-            checksum = crc32(view, checksum)
-            _deliver_rows(rows, done, delivery)
-            done += shape[0] if shape else 0
-    delivery.target()
+    memory = delivery.memory() if delivery.item.lengths == chunk.shape else None
+    checksum = (
+        _fill(stream, memory, source)
+        if memory is not None
+        else _deliver_by_rows(source, stream, chunk, delivery)
+    )
     tail = frame.tail(0, checksum)
     if _read_rest(stream, len(tail) + 1) != tail:
         raise ChecksumError(
@@ -94,6 +87,22 @@ def deliver_transformed(source: Source, chunk: Chunk, delivery: Delivery) -> Non
         )
 
 
+def _deliver_by_rows(source: Source, stream: Any, chunk: Chunk, delivery: Delivery) -> int:
+    """Keep what the box needs of each group of rows; the checksum of all of them."""
+    checksum, done, groups = 0, 0, list(_row_groups(chunk))
+    largest = max((torch.Size(shape).numel() for shape in groups), default=0)
+    with source.context.budget.hold(largest * chunk.dtype.itemsize):
+        # Taken once: memory that is freed and taken again for each group stays with the thread's heap.
+        scratch = torch.empty(largest, dtype=chunk.dtype)
+        for shape in groups:
+            rows = scratch[: torch.Size(shape).numel()].view(shape)
+            checksum = _fill(stream, memory_of(rows), source, checksum)
+            _deliver_rows(rows, done, delivery)
+            done += shape[0] if shape else 0
+    delivery.target()
+    return checksum
+
+
 def _read_rest(stream: Any, most: int) -> bytes:
     rest = b""
     while len(rest) < most and (piece := stream.read(most - len(rest))):
@@ -101,7 +110,8 @@ def _read_rest(stream: Any, most: int) -> bytes:
     return rest
 
 
-def _fill(stream: Any, view: memoryview, source: Source) -> None:
+def _fill(stream: Any, view: memoryview, source: Source, checksum: int = 0) -> int:
+    """Fill ``view`` from the stream, and continue the checksum while the bytes are in cache."""
     done = 0
     while done < len(view):
         count = stream.readinto(view[done : done + _STEP])
@@ -111,7 +121,9 @@ def _fill(stream: Any, view: memoryview, source: Source) -> None:
                 "its transforms are undone",
                 path=source.file.path,
             )
+        checksum = crc32(view[done : done + count], checksum)
         done += count
+    return checksum
 
 
 def _row_groups(chunk: Chunk) -> Iterator[tuple[int, ...]]:

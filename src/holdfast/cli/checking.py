@@ -1,0 +1,202 @@
+"""Checks every byte of the data files that Holdfast wrote: payloads, containers, and what is between them."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from holdfast._format.manifest import Item, ints
+from holdfast._io.blocks import crc32, split_ranges
+from holdfast._io.store import ByteStore, FileReader
+from holdfast.cli.report import Report
+from holdfast.errors import ChecksumError
+
+__all__ = ["KeyedItem", "holdfast_jobs"]
+
+# A job's share. Large enough for reads past the page cache, small enough for a bar that moves.
+_PIECE = 8 << 20
+# Smaller items are read together with their neighbours: one read for thousands of them.
+_SMALL = 1 << 20
+
+Job = Callable[[], None]
+
+
+class KeyedItem(NamedTuple):
+    """An item and the key that it belongs to."""
+
+    key: str
+    item: Item
+
+
+class _Memory(threading.local):
+    """A buffer for each thread: taking 8 MiB anew for every piece costs as much as reading them."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def view(self, nbytes: int) -> memoryview:
+        if len(self._buffer) < nbytes:
+            self._buffer = bytearray(nbytes)
+        return memoryview(self._buffer)[:nbytes]
+
+
+_MEMORY = _Memory()
+
+
+class _File(NamedTuple):
+    """What all jobs of one data file share."""
+
+    store: ByteStore
+    name: str
+    rank: int | None
+    block_size: int
+    report: Report
+
+    def open(self) -> FileReader:
+        # Each job opens the file for itself: a checkpoint may have more files than a process may have open.
+        return self.store.open(self.name)
+
+    def damage(self, kind: str, message: str, key: str | None, offset: int, nbytes: int) -> None:
+        keys = [] if key is None else [key]
+        self.report.damage(
+            kind, message, file=self.name, keys=keys, offset=offset, nbytes=nbytes, rank=self.rank
+        )
+
+
+def holdfast_jobs(
+    store: ByteStore,
+    name: str,
+    items: Iterable[KeyedItem],
+    *,
+    nbytes: int,
+    block_size: int,
+    report: Report,
+    rank: int | None,
+) -> Iterator[Job]:
+    """Jobs that together check each byte of a file once.
+
+    Args:
+        store: The checkpoint's folder.
+        name: The file.
+        items: What should be in it; all of it lies within ``nbytes``.
+        nbytes: How much of the file is to be checked.
+        block_size: The unit of checksums.
+        report: Takes what is found.
+        rank: For the report.
+    """
+    file = _File(store, name, rank, block_size, report)
+    batch: list[KeyedItem] = []
+    begin = at = 0
+    for keyed in sorted(items, key=lambda keyed: keyed.item.offset):
+        item = keyed.item
+        end = item.offset + item.nbytes
+        alone, far = item.nbytes > _SMALL, item.offset - at > _SMALL
+        if batch and (alone or far or end - begin > _PIECE):
+            yield _batch_job(file, batch, begin, at)
+            batch = []
+        if alone or far:
+            yield from _gap_jobs(file, at, item.offset)
+            at = item.offset
+        if alone:
+            yield from _large_jobs(file, keyed)
+        else:
+            if not batch:
+                begin = min(at, item.offset)
+            batch.append(keyed)
+        at = max(at, end)
+    if batch:
+        yield _batch_job(file, batch, begin, at)
+    yield from _gap_jobs(file, at, nbytes)
+
+
+def _gap_jobs(file: _File, begin: int, end: int) -> Iterator[Job]:
+    for at in range(begin, end, _PIECE):
+        yield _batch_job(file, [], at, min(at + _PIECE, end))
+
+
+def _batch_job(file: _File, batch: list[KeyedItem], begin: int, end: int) -> Job:
+    """Check small neighbours, and that what is between them is zeros."""
+
+    def job() -> None:
+        view = _MEMORY.view(end - begin)
+        with file.open() as reader:
+            reader.read_into(begin, view)
+        at = begin
+        for key, item in batch:
+            _check_zeros(file, view[at - begin : max(item.offset, at) - begin], at)
+            content = view[item.offset - begin : item.offset - begin + item.nbytes]
+            payload_end = item.payload_offset + item.payload_nbytes
+            _check_wrap(file, key, item, content[: item.payload_offset], content[payload_end:])
+            _check_blocks(file, key, item, content[item.payload_offset : payload_end], 0)
+            at = max(at, item.offset + item.nbytes)
+        _check_zeros(file, view[at - begin :], at)
+        file.report.advance(end - begin)
+
+    return job
+
+
+def _large_jobs(file: _File, keyed: KeyedItem) -> Iterator[Job]:
+    key, item = keyed
+
+    def check_wrap() -> None:
+        payload_end = item.payload_offset + item.payload_nbytes
+        head, tail = bytearray(item.payload_offset), bytearray(item.nbytes - payload_end)
+        with file.open() as reader:
+            reader.read_into(item.offset, head)
+            reader.read_into(item.offset + payload_end, tail)
+        _check_wrap(file, key, item, head, tail)
+        file.report.advance(len(head) + len(tail))
+
+    yield check_wrap
+    for start, stop in split_ranges(0, item.payload_nbytes, nbytes=_PIECE, block_size=file.block_size):
+        yield _piece_job(file, keyed, start, stop)
+
+
+def _piece_job(file: _File, keyed: KeyedItem, start: int, stop: int) -> Job:
+    key, item = keyed
+
+    def job() -> None:
+        view = _MEMORY.view(stop - start)
+        payload_at = item.offset + item.payload_offset
+        with file.open() as reader:
+            try:
+                reader.read_blocks_into(
+                    view,
+                    payload_offset=payload_at,
+                    payload_nbytes=item.payload_nbytes,
+                    crcs=ints(item.checksums, "I"),
+                    block_size=file.block_size,
+                    start=start,
+                )
+            except ChecksumError:
+                # It stops at the first bad block; all of them are wanted.
+                reader.read_into(payload_at + start, view)
+                _check_blocks(file, key, item, view, start)
+        file.report.advance(stop - start)
+
+    return job
+
+
+def _check_zeros(file: _File, gap: memoryview, offset: int) -> None:
+    if len(gap) and bytes(gap).count(0) != len(gap):
+        message = "bytes that belong to no item should be zeros and are not"
+        file.damage("gap", message, None, offset, len(gap))
+
+
+def _check_wrap(
+    file: _File, key: str, item: Item, head: memoryview | bytearray, tail: memoryview | bytearray
+) -> None:
+    if crc32(tail, crc32(head)) != item.wrap_checksum:
+        message = "the container around the bytes is not the one that was written"
+        file.damage("container", message, key, item.offset, item.nbytes)
+
+
+def _check_blocks(file: _File, key: str, item: Item, payload: memoryview, start: int) -> None:
+    """Check whole blocks, of which the first begins at ``start`` of the item's payload."""
+    size = file.block_size
+    crcs = ints(item.checksums, "I")
+    for at in range(0, len(payload), size):
+        block = payload[at : at + size]
+        if crc32(block) != crcs[(start + at) // size]:
+            offset = item.offset + item.payload_offset + start + at
+            message = "the bytes are not the ones that were written"
+            file.damage("checksum", message, key, offset, len(block))

@@ -1,0 +1,123 @@
+"""What is to be checked of one metadata file: its own sense, its files, and the jobs for their bytes."""
+
+from collections.abc import Callable, Iterator
+
+from holdfast._format.inventory import Inventory, StoredChunk, StoredTensor
+from holdfast._format.manifest import Item
+from holdfast._geometry import Box, check_cover
+from holdfast._io.store import ByteStore
+from holdfast.cli.checking import KeyedItem, holdfast_jobs
+from holdfast.cli.checking_torch import TorchItem, torch_jobs
+from holdfast.cli.opening import DATA_FILE, LEFTOVER, RANK_METADATA, Checkpoint
+from holdfast.cli.report import Report
+from holdfast.cli.text import shape_text, size_text
+
+__all__ = ["part_jobs", "unused_files"]
+
+Stored = tuple[str, StoredChunk | None, Item]
+
+
+def part_jobs(
+    store: ByteStore, part: Inventory, sizes: dict[str, int], report: Report
+) -> Iterator[Callable[[], None]]:
+    """Report what metadata and folder alone tell, and make the jobs that read the rest.
+
+    Args:
+        store: The checkpoint's folder.
+        part: What should be in it.
+        sizes: What files are in it.
+        report: Takes what is found, here and in the jobs.
+    """
+    _check_entries(part, report)
+    by_file: dict[str, list[Stored]] = {name: [] for name in part.files}
+    for key, chunk, item in part.items():
+        if item is not None:
+            by_file[item.file].append((key, chunk, item))
+    dtypes = {tensor.key: tensor.dtype for tensor in part.tensors} if part.source == "torch" else {}
+    for name, expected in part.files.items():
+        items, size = by_file[name], sizes.get(name, 0)
+        lost = [stored[2] for stored in items if stored[2].offset + stored[2].nbytes > size]
+        present = [stored for stored in items if stored[2].offset + stored[2].nbytes <= size]
+        _check_size(part, name, sizes.get(name), items, report)
+        if name not in sizes:
+            continue
+        if part.source == "torch":
+            torch_items = [TorchItem(key, item, chunk, dtypes.get(key, "")) for key, chunk, item in present]
+            yield from torch_jobs(store, torch_items, report, part.rank)
+        else:
+            yield from holdfast_jobs(
+                store,
+                name,
+                [KeyedItem(key, item) for key, _, item in present],
+                # Where the file is cut off, the rest of an item is neither zeros nor to be checked.
+                nbytes=min([sizes[name], expected, *(item.offset for item in lost)]),
+                block_size=part.block_size or 1,
+                report=report,
+                rank=part.rank,
+            )
+
+
+def _check_size(part: Inventory, name: str, size: int | None, items: list[Stored], report: Report) -> None:
+    """Report what is wrong with a file as a whole."""
+    expected = part.files[name]
+    if size is None:
+        message = "there is no such regular file"
+        report.damage("missing file", message, file=name, keys=_keys(items), rank=part.rank)
+    elif size < expected:
+        lost = [stored for stored in items if stored[2].offset + stored[2].nbytes > size]
+        message = f"it has {size:,} bytes, expected {expected:,}"
+        report.damage("file too short", message, file=name, keys=_keys(lost), rank=part.rank)
+    elif size > expected:
+        message = f"it has {size:,} bytes, expected {expected:,}"
+        if part.source == "holdfast":
+            report.damage(
+                "file too long", message, file=name, offset=expected, nbytes=size - expected, rank=part.rank
+            )
+        else:
+            # Earlier versions of torch left items behind that a later one of the same name replaced.
+            report.note(f"{name} is longer than its items need: {message}")
+
+
+def _keys(items: list[Stored]) -> list[str]:
+    return list(dict.fromkeys(key for key, _, _ in items))
+
+
+def _check_entries(part: Inventory, report: Report) -> None:
+    for key, chunk, item in part.items():
+        if item is None:
+            where = "" if chunk is None else f"its chunk at {shape_text(chunk.offsets)} "
+            message = (
+                f"{where or 'it '}is named by the metadata, but stored nowhere: the save was not complete"
+            )
+            report.damage("not stored", message, keys=[key], rank=part.rank)
+    # A rank's own part has that rank's shards only.
+    for tensor in part.tensors if part.rank is None else ():
+        _check_coverage(tensor, report)
+
+
+def _check_coverage(tensor: StoredTensor, report: Report) -> None:
+    chunks = tensor.chunks
+    if len(chunks) == 1 and chunks[0].lengths == tensor.shape:
+        return
+    boxes = [Box(chunk.offsets, chunk.lengths) for chunk in chunks]
+    for problem in check_cover(tensor.shape, boxes):
+        if problem.kind == "overlap":
+            report.note(f"{tensor.key}: {problem}")
+        else:
+            report.damage("not covered", f"{problem}", keys=[tensor.key])
+
+
+def unused_files(checkpoint: Checkpoint, parts: list[Inventory], sizes: dict[str, int]) -> Iterator[str]:
+    """A sentence for each file in the folder that looks like a checkpoint's and belongs to none.
+
+    Nothing is said where the metadata could not be read, as nobody knows then what belongs to it.
+    """
+    if len(parts) < len(checkpoint.metadata_names):
+        return
+    used = {name for part in parts for name in part.files} | {name for _, name in checkpoint.metadata_names}
+    for name in sorted(sizes.keys() - used):
+        data = DATA_FILE.fullmatch(name)
+        if checkpoint.only_rank is not None and not (data and int(data[1]) == checkpoint.only_rank):
+            continue
+        if data or LEFTOVER.fullmatch(name) or RANK_METADATA.fullmatch(name):
+            yield f"{name} ({size_text(sizes[name])}) is not part of this checkpoint: left by another save"

@@ -1,0 +1,239 @@
+"""Checks what can be checked of data files that torch wrote: the archives that its items are."""
+
+import io
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import IO, Any, NamedTuple
+
+from holdfast._format.dtypes import DTYPES
+from holdfast._format.inventory import StoredChunk
+from holdfast._format.manifest import Item
+from holdfast._format.torch_item_reader import read_item_layout
+from holdfast._format.torch_item_zip import Archive
+from holdfast._geometry import volume
+from holdfast._io.blocks import crc32
+from holdfast._io.store import ByteStore, FileReader
+from holdfast.cli.report import Report
+from holdfast.cli.text import shape_text
+from holdfast.errors import ChecksumError, ExtensionError, IntegrityError
+from holdfast.extension import ExtensionRegistry, StreamTransformExtension
+
+__all__ = ["LIMITS", "TorchItem", "torch_jobs"]
+
+LIMITS = (
+    "torch keeps one CRC-32 for each record of an item and none for the metadata, for the headers between "
+    "records, or of which save a file belongs to: an item replaced by a sound one of the same kind is not "
+    "noticed."
+)
+
+_PIECE = 1 << 20
+_BATCH = 8 << 20
+# Inflated items up to this size are checked in memory, larger ones in a temporary file.
+_IN_MEMORY = 32 << 20
+# torch does not record how large an object is behind its transforms.
+_LARGEST_UNDECLARED = 4 << 30
+
+
+class TorchItem(NamedTuple):
+    """An item with what the metadata says of it; an object has no chunk and no dtype."""
+
+    key: str
+    item: Item
+    chunk: StoredChunk | None
+    dtype: str
+
+    @property
+    def limit(self) -> int:
+        """The most bytes that there may be behind its transforms."""
+        if self.chunk is None or self.dtype not in DTYPES:
+            return _LARGEST_UNDECLARED
+        # The container of a tensor is little more than its elements.
+        return volume(self.chunk.lengths) * DTYPES[self.dtype].itemsize + _PIECE
+
+
+ReadAt = Callable[[int, int], bytes]
+
+
+def torch_jobs(
+    store: ByteStore, items: Iterable[TorchItem], report: Report, rank: int | None
+) -> Iterator[Callable[[], None]]:
+    """Jobs that check the items of one file, each a few MiB of them."""
+    batch: list[TorchItem] = []
+    nbytes = 0
+    for stored in sorted(items, key=lambda stored: stored.item.offset):
+        batch.append(stored)
+        nbytes += stored.item.nbytes
+        if nbytes >= _BATCH:
+            yield partial(_check_batch, store, batch, report, rank)
+            batch, nbytes = [], 0
+    if batch:
+        yield partial(_check_batch, store, batch, report, rank)
+
+
+def _check_batch(store: ByteStore, batch: list[TorchItem], report: Report, rank: int | None) -> None:
+    with store.open(batch[0].item.file) as reader:
+        for stored in batch:
+            item = stored.item
+            try:
+                _check_item(reader, stored, report)
+            except (IntegrityError, zipfile.BadZipFile) as error:
+                report.damage(
+                    "checksum" if isinstance(error, ChecksumError) else "archive",
+                    _without_path(error, reader.path, stored.key),
+                    file=item.file,
+                    keys=[stored.key],
+                    offset=item.offset,
+                    nbytes=item.nbytes,
+                    rank=rank,
+                )
+            report.advance(item.nbytes)
+
+
+def _check_item(reader: FileReader, stored: TorchItem, report: Report) -> None:
+    item = stored.item
+    read_at = _range_of(reader, item)
+    if item.descriptors:
+        _check_transformed(read_at, stored, report, reader.path)
+        return
+    if item.nbytes <= _PIECE:
+        # Small ones are read once, and looked at in memory.
+        read_at = _reading(io.BytesIO(read_at(0, item.nbytes)))
+    _check_archive(read_at, item.nbytes, stored, report, reader.path)
+
+
+def _without_path(error: Exception, path: str, key: str) -> str:
+    """The error's message without the file and the key, which stand beside it."""
+    text = str(error)
+    for prefix in (f"{path}, key {key!r}: ", f"{path}: "):
+        text = text.removeprefix(prefix)
+    return text
+
+
+def _range_of(reader: FileReader, item: Item) -> ReadAt:
+    def read_at(offset: int, nbytes: int) -> bytes:
+        data = bytearray(max(0, min(nbytes, item.nbytes - offset)))
+        reader.read_into(item.offset + offset, data)
+        return bytes(data)
+
+    return read_at
+
+
+def _check_archive(read_at: ReadAt, nbytes: int, stored: TorchItem, report: Report, path: str) -> None:
+    """Compare every record with its CRC-32, and a tensor's dtype and shape with the metadata.
+
+    Raises:
+        IntegrityError: Something does not fit.
+        zipfile.BadZipFile: The same, of an archive that is not a single plain tensor's.
+    """
+    if stored.chunk is None and not _looks_like_archive(read_at, nbytes):
+        report.leave_unchecked("an object in a form of its planner's, without a checksum")
+        return
+    archive = Archive(read_at, nbytes, path=path, key=stored.key)
+    records = archive.records.values()
+    if not records or not all(record.plain for record in records):
+        _check_any_zip(read_at, nbytes)
+        return
+    for record in records:
+        found, start = 0, archive.content_at(record)
+        for at in range(0, record.nbytes, _PIECE):
+            found = crc32(read_at(start + at, min(_PIECE, record.nbytes - at)), found)
+        if found != record.crc32 and not _without_checksums(archive):
+            raise ChecksumError(
+                f"record {record.name} has CRC-32 {found:#010x}, expected {record.crc32:#010x}", path=path
+            )
+    if _without_checksums(archive):
+        report.leave_unchecked("saved without checksums")
+    _check_layout(read_at, nbytes, stored, path)
+
+
+def _looks_like_archive(read_at: ReadAt, nbytes: int) -> bool:
+    return read_at(0, 4) == b"PK\3\4" or (nbytes >= 22 and read_at(nbytes - 22, 4) == b"PK\5\6")
+
+
+def _without_checksums(archive: Archive) -> bool:
+    # torch writes 0 for every record when told to compute none.
+    return all(record.crc32 == 0 for record in archive.records.values())
+
+
+def _check_any_zip(read_at: ReadAt, nbytes: int) -> None:
+    with zipfile.ZipFile(io.BufferedReader(_RangeFile(read_at, nbytes), _PIECE)) as archive:
+        infos = archive.infolist()
+        if any(info.CRC for info in infos):
+            for info in infos:
+                with archive.open(info) as record:
+                    while record.read(_PIECE):
+                        pass
+
+
+def _check_layout(read_at: ReadAt, nbytes: int, stored: TorchItem, path: str) -> None:
+    """Whether the tensor inside is the one that the metadata speaks of, as far as dtype and shape tell."""
+    if stored.chunk is None:
+        return
+    layout = read_item_layout(read_at, nbytes, path=path, key=stored.key)
+    if layout is not None and (layout.dtype, layout.shape) != (stored.dtype, stored.chunk.lengths):
+        raise IntegrityError(
+            f"it holds a {layout.dtype} tensor of shape {shape_text(layout.shape)}, but the metadata says "
+            f"{stored.dtype} {shape_text(stored.chunk.lengths)}: the file belongs to another checkpoint",
+            path=path,
+        )
+
+
+def _check_transformed(read_at: ReadAt, stored: TorchItem, report: Report, path: str) -> None:
+    item = stored.item
+    descriptors = item.descriptors or ()
+    try:
+        extensions = ExtensionRegistry().from_descriptor_list(descriptors)
+    except ExtensionError:
+        report.leave_unchecked(f"behind {', '.join(descriptors)}, which cannot be undone here")
+        return
+    stream: Any = io.BufferedReader(_RangeFile(read_at, item.nbytes), _PIECE)
+    for extension in extensions:
+        if isinstance(extension, StreamTransformExtension):
+            stream = extension.transform_from(stream)
+    limit = stored.limit
+    with tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY) as inflated:
+        while piece := stream.read(_PIECE):
+            inflated.write(piece)
+            if inflated.tell() > limit:
+                raise IntegrityError(f"it inflates beyond {limit} bytes", path=path)
+        _check_archive(_reading(inflated), inflated.tell(), stored, report, path)
+
+
+def _reading(file: IO[bytes]) -> ReadAt:
+    def read_at(offset: int, nbytes: int) -> bytes:
+        file.seek(offset)
+        return file.read(nbytes)
+
+    return read_at
+
+
+class _RangeFile(io.RawIOBase):
+    """An item as a file of its own."""
+
+    def __init__(self, read_at: ReadAt, nbytes: int) -> None:
+        super().__init__()
+        self._read_at = read_at
+        self._nbytes = nbytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer).cast("B")
+        data = self._read_at(self._at, min(len(view), max(0, self._nbytes - self._at)))
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)

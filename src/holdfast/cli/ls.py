@@ -1,0 +1,152 @@
+"""``holdfast ls``: what a checkpoint holds, as a tree, as lines, or as JSON."""
+
+import argparse
+import fnmatch
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from holdfast._format.inventory import Inventory, StoredObject, StoredTensor
+from holdfast._format.manifest import Item
+from holdfast.cli.exit_codes import FINE
+from holdfast.cli.opening import find_checkpoint
+from holdfast.cli.text import (
+    Style,
+    aligned,
+    counted,
+    printable,
+    shape_text,
+    size_text,
+    write_json,
+    write_lines,
+)
+from holdfast.cli.tree import Entry, branches, entry_nbytes, make_tree
+
+__all__ = ["run"]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """List the keys, and return the exit code."""
+    checkpoint = find_checkpoint(arguments.path)
+    parts = [(part, _pick(part, arguments)) for part in checkpoint.parts()]
+    if arguments.json:
+        write_json(_document(arguments.path, parts))
+    else:
+        for number, (part, entries) in enumerate(parts):
+            lines = _lines(part, entries, arguments)
+            write_lines(["", *lines] if number else lines)
+    if arguments.globs and not any(entries for _, entries in parts):
+        total = sum(len(part.entries) for part, _ in parts)
+        print(
+            f"holdfast: no key matches {' '.join(arguments.globs)}; there are {counted(total, 'key')}",
+            file=sys.stderr,
+        )
+    return FINE
+
+
+def _pick(part: Inventory, arguments: argparse.Namespace) -> list[Entry]:
+    entries = part.entries
+    if arguments.globs:
+        wanted = re.compile("|".join(fnmatch.translate(glob) for glob in arguments.globs)).match
+        entries = [entry for entry in entries if wanted(entry.key)]
+    if arguments.sort == "name":
+        entries = sorted(entries, key=lambda entry: entry.key)
+    elif arguments.sort == "size":
+        entries = sorted(entries, key=lambda entry: (-entry_nbytes(entry), entry.key))
+    return entries
+
+
+def _lines(part: Inventory, entries: list[Entry], arguments: argparse.Namespace) -> list[str]:
+    style = Style(sys.stdout)
+    rows = _flat_rows(entries) if arguments.flat else _tree_rows(part, entries, arguments, style)
+    lines = aligned(list(rows), right=(3,))
+    title = [] if part.rank is None else [style.bold(f"rank {part.rank}")]
+    return [*title, *lines, style.dim(_totals(part, entries))]
+
+
+def _flat_rows(entries: list[Entry]) -> Iterator[tuple[str, ...]]:
+    for entry in entries:
+        yield (printable(entry.key), *_facts(entry))
+
+
+def _tree_rows(
+    part: Inventory, entries: list[Entry], arguments: argparse.Namespace, style: Style
+) -> Iterator[tuple[str, ...]]:
+    root = make_tree(entries, part.paths, arguments.sort)
+    for branch, node, cut in branches(root, depth=arguments.depth, with_lines=style.has_lines):
+        if node.entry is not None:
+            yield (branch, *_facts(node.entry))
+        elif cut:
+            yield (branch, "...", counted(node.count, "key"), size_text(node.nbytes), "")
+        else:
+            yield (branch, "", "", size_text(node.nbytes), "")
+
+
+def _facts(entry: Entry) -> tuple[str, str, str, str]:
+    """Dtype, shape, size, and what is unusual."""
+    if isinstance(entry, StoredObject):
+        lost = "" if entry.item else "not stored"
+        return "object", "", size_text(entry_nbytes(entry)), lost
+    chunks = entry.chunks
+    unusual = "" if len(chunks) == 1 else counted(len(chunks), "chunk")
+    if any(chunk.item is None for chunk in chunks):
+        unusual += ", not all stored" if unusual else "not stored"
+    return entry.dtype, shape_text(entry.shape), size_text(entry.nbytes), unusual
+
+
+def _totals(part: Inventory, entries: list[Entry]) -> str:
+    tensors = [entry for entry in entries if isinstance(entry, StoredTensor)]
+    objects = [entry for entry in entries if isinstance(entry, StoredObject)]
+    text = f"{counted(len(tensors), 'tensor')}, {size_text(sum(map(entry_nbytes, tensors)))}"
+    text += f"; {counted(len(objects), 'object')}, {size_text(sum(map(entry_nbytes, objects)))}"
+    if len(entries) < len(part.entries):
+        return f"{text}; of {counted(len(part.entries), 'key')}"
+    return text
+
+
+def _document(path: str, parts: list[tuple[Inventory, list[Entry]]]) -> dict[str, Any]:
+    tensors = [_tensor(part, entry) for part, of_part in parts for entry in of_part if _is_tensor(entry)]
+    objects = [
+        {"rank": part.rank, "key": entry.key, **_place(entry.item)}
+        for part, of_part in parts
+        for entry in of_part
+        if isinstance(entry, StoredObject)
+    ]
+    totals = {
+        "tensors": len(tensors),
+        "tensor_nbytes": sum(tensor["nbytes"] or 0 for tensor in tensors),
+        "objects": len(objects),
+        "object_nbytes": sum(value["stored_nbytes"] or 0 for value in objects),
+    }
+    return {"schema": "holdfast.ls/1", "path": path, "tensors": tensors, "objects": objects, "totals": totals}
+
+
+def _is_tensor(entry: Entry) -> bool:
+    return isinstance(entry, StoredTensor)
+
+
+def _tensor(part: Inventory, entry: Any) -> dict[str, Any]:
+    return {
+        "rank": part.rank,
+        "key": entry.key,
+        "dtype": entry.dtype,
+        "shape": entry.shape,
+        "nbytes": entry.nbytes,
+        "chunks": [
+            {"offsets": chunk.offsets, "lengths": chunk.lengths, **_place(chunk.item)}
+            for chunk in entry.chunks
+        ],
+    }
+
+
+def _place(item: Item | None) -> dict[str, Any]:
+    """Where an item lies; all None if nowhere."""
+    if item is None:
+        return {"file": None, "offset": None, "stored_nbytes": None, "transforms": []}
+    return {
+        "file": item.file,
+        "offset": item.offset,
+        "stored_nbytes": item.nbytes,
+        "transforms": item.descriptors or [],
+    }

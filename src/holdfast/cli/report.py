@@ -1,0 +1,144 @@
+"""What a verification finds, collected from many threads, and how far it has come."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+from holdfast.cli.text import size_text
+
+__all__ = ["Damage", "ProgressBar", "Report", "shortened"]
+
+_BAR = 30
+_REDRAW = 0.1  # seconds
+
+
+@dataclass
+class Damage:
+    """Something that is wrong.
+
+    Attributes:
+        kind: One of ``metadata``, ``missing file``, ``file too short``, ``file too long``, ``checksum``,
+            ``container``, ``gap``, ``archive``, ``not stored``, ``not covered``,
+            ``unreadable``.
+        message: What, in a sentence without file and key.
+        file: The file's name.
+        keys: The keys that are affected, in the order of the checkpoint.
+        offset: Where in the file it begins.
+        nbytes: How far it reaches.
+        rank: For a rank's own part, that rank.
+    """
+
+    kind: str
+    message: str
+    file: str | None = None
+    keys: list[str] = field(default_factory=list)
+    offset: int | None = None
+    nbytes: int | None = None
+    rank: int | None = None
+
+
+class Report:
+    """Collects from any thread.
+
+    Attributes:
+        damages: What is wrong, in no order.
+        notes: What is worth knowing, and not wrong.
+        unchecked: How many items could not be checked, by the reason.
+        checked_nbytes: How many bytes were read and compared.
+        on_progress: Called with the bytes that were just checked, by one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self.damages: list[Damage] = []
+        self.notes: list[str] = []
+        self.unchecked: dict[str, int] = {}
+        self.checked_nbytes = 0
+        self.on_progress: Callable[[int], None] | None = None
+        self._lock = threading.Lock()
+
+    def damage(self, kind: str, message: str, **details: Any) -> None:
+        """Something is wrong."""
+        with self._lock:
+            self.damages.append(Damage(kind, message, **details))
+
+    def note(self, message: str) -> None:
+        """Something is worth knowing, and not wrong."""
+        with self._lock:
+            self.notes.append(message)
+
+    def leave_unchecked(self, reason: str) -> None:
+        """One item could not be checked."""
+        with self._lock:
+            self.unchecked[reason] = self.unchecked.get(reason, 0) + 1
+
+    def advance(self, nbytes: int) -> None:
+        """Bytes were read and compared."""
+        with self._lock:
+            self.checked_nbytes += nbytes
+            if self.on_progress is not None:
+                self.on_progress(nbytes)
+
+    def sorted_damages(self) -> list[Damage]:
+        """All of it by file and place; neighbouring blocks of one item as one."""
+        merged: list[Damage] = []
+        for damage in sorted(self.damages, key=_place):
+            last = merged[-1] if merged else None
+            if (
+                last is not None
+                and damage.kind == last.kind == "checksum"
+                and (damage.file, damage.keys, damage.rank) == (last.file, last.keys, last.rank)
+                and _end(last) == damage.offset
+            ):
+                last.nbytes = (last.nbytes or 0) + (damage.nbytes or 0)
+            else:
+                merged.append(damage)
+        return merged
+
+
+def _place(damage: Damage) -> tuple[Any, ...]:
+    return (damage.rank or 0, damage.file or "", damage.offset or 0, damage.kind, damage.keys)
+
+
+def _end(damage: Damage) -> int:
+    return (damage.offset or 0) + (damage.nbytes or 0)
+
+
+class ProgressBar:
+    """One line on a terminal that is drawn over and over: how much of how many bytes, and how fast."""
+
+    def __init__(self, total: int, stream: TextIO | None = None) -> None:
+        self._total = total
+        self._done = 0
+        self._stream = stream or sys.stderr
+        self._began = self._drawn = time.monotonic()
+
+    def advance(self, nbytes: int) -> None:
+        """So many bytes more are done. Called by one thread at a time."""
+        self._done += nbytes
+        now = time.monotonic()
+        if now - self._drawn >= _REDRAW:
+            self._drawn = now
+            self._draw(now)
+
+    def _draw(self, now: float) -> None:
+        share = min(1.0, self._done / self._total) if self._total else 1.0
+        bar = "#" * round(share * _BAR)
+        rate = self._done / max(now - self._began, 1e-9)
+        text = f"{size_text(self._done)} of {size_text(self._total)}, {size_text(int(rate))}/s"
+        self._stream.write(f"\r\033[K[{bar:<{_BAR}}] {share:4.0%} {text}")
+        self._stream.flush()
+
+    def clear(self) -> None:
+        """Leave the line empty for what comes next."""
+        self._stream.write("\r\033[K")
+        self._stream.flush()
+
+
+def shortened(keys: Iterable[str], most: int = 3) -> str:
+    """A few keys by name, the others by number."""
+    names = list(keys)
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more:,} more" if more > 0 else "")

@@ -1,0 +1,83 @@
+"""A checkpoint in numbers: the document that ``holdfast show`` prints, as JSON or drawn."""
+
+import os
+import time
+from typing import Any
+
+from holdfast._format.inventory import Inventory
+from holdfast.cli.opening import DATA_FILE
+from holdfast.cli.tree import entry_nbytes
+
+__all__ = ["summarize"]
+
+
+def summarize(part: Inventory, sizes: dict[str, int]) -> dict[str, Any]:
+    """What one metadata file says, and what the folder has of it.
+
+    Args:
+        part: The metadata.
+        sizes: The files that are there, with their sizes.
+    """
+    tensors, objects = part.tensors, part.objects
+    created_ns, source = part.created_ns, "metadata"
+    if created_ns is None:
+        # torch does not say when; its last act was to write this file.
+        created_ns, source = os.stat(part.path).st_mtime_ns, "file time"
+    return {
+        "rank": part.rank,
+        "written_by": part.source,
+        "format": part.format,
+        "software": part.software,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created_ns // 1_000_000_000)),
+        "created_source": source,
+        "world_size": part.world_size,
+        "ranks_with_data": len({found[1] for name in part.files if (found := DATA_FILE.fullmatch(name))}),
+        "save_id": part.save_id,
+        "checkpoint_id": part.checkpoint_id,
+        "torch_readable": part.torch_readable,
+        "block_size": part.block_size,
+        "transforms": [{"descriptors": stack, "items": count} for stack, count in part.transforms.items()],
+        "tensors": len(tensors),
+        "tensor_nbytes": sum(map(entry_nbytes, tensors)),
+        "chunks": sum(len(tensor.chunks) for tensor in tensors),
+        "dtypes": _by_dtype(part),
+        "objects": len(objects),
+        "object_nbytes": sum(map(entry_nbytes, objects)),
+        "metadata": {"name": os.path.basename(part.path), "nbytes": part.nbytes},
+        "files": _files(part, sizes),
+    }
+
+
+def _by_dtype(part: Inventory) -> list[dict[str, Any]]:
+    totals: dict[str, list[int]] = {}
+    for tensor in part.tensors:
+        total = totals.setdefault(tensor.dtype, [0, 0])
+        total[0] += 1
+        total[1] += entry_nbytes(tensor)
+    return [
+        {"dtype": dtype, "tensors": count, "nbytes": nbytes}
+        for dtype, (count, nbytes) in sorted(totals.items(), key=lambda pair: (-pair[1][1], pair[0]))
+    ]
+
+
+def _files(part: Inventory, sizes: dict[str, int]) -> list[dict[str, Any]]:
+    files = []
+    for name, expected in sorted(part.files.items(), key=lambda pair: _place_of(pair[0])):
+        found = sizes.get(name)
+        if found is None:
+            state = "missing"
+        elif found < expected:
+            state = "too short"
+        # torch records no sizes of files: one must hold every item, and may hold more.
+        elif found > expected and part.source == "holdfast":
+            state = "too long"
+        else:
+            state = "present"
+        files.append({"name": name, "nbytes": found, "expected_nbytes": expected, "state": state})
+    return files
+
+
+def _place_of(name: str) -> tuple[int, int, str]:
+    """Sorts the files of rank 10 behind those of rank 9."""
+    found = DATA_FILE.fullmatch(name)
+    return (int(found[1]), int(found[2]), name) if found else (-1, -1, name)

@@ -1,0 +1,104 @@
+"""Keys as a tree: which are below which, and how large everything below a node is."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+from holdfast._format.inventory import StoredObject, StoredTensor
+from holdfast._format.typed_key import TypedKey
+from holdfast.cli.text import printable
+
+__all__ = ["Node", "branches", "entry_nbytes", "make_tree"]
+
+Entry = StoredTensor | StoredObject
+Order = Literal["size", "name"] | None
+
+_LINES = ("├─ ", "└─ ", "│  ", "   ")
+_ASCII = ("|- ", "`- ", "|  ", "   ")
+
+
+class Node:
+    """A step on the way to keys. ``entry`` is what is stored there, if anything is."""
+
+    __slots__ = ("children", "count", "entry", "label", "nbytes")
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.entry: Entry | None = None
+        self.children: dict[Any, Node] = {}
+        self.nbytes = 0
+        self.count = 0
+
+
+def entry_nbytes(entry: Entry) -> int:
+    """A tensor's elements in bytes; for an object, and for a dtype unknown here, what the file has of it."""
+    if isinstance(entry, StoredTensor):
+        if entry.nbytes is not None:
+            return entry.nbytes
+        return sum(chunk.item.nbytes for chunk in entry.chunks if chunk.item)
+    return entry.item.nbytes if entry.item else 0
+
+
+def make_tree(entries: Iterable[Entry], paths: dict[str, tuple[Any, ...]], order: Order) -> Node:
+    """The tree of some keys. Where no path is recorded, the dots of the key are its steps."""
+    root = Node("")
+    for entry in entries:
+        nbytes = entry_nbytes(entry)
+        node = root
+        node.nbytes += nbytes
+        node.count += 1
+        for step in paths.get(entry.key) or entry.key.split("."):
+            # 1 and "1" are different keys, and so are 1 and True.
+            name = (
+                (type(step), step.value, type(step.value)) if type(step) is TypedKey else (type(step), step)
+            )
+            child = node.children.get(name)
+            if child is None:
+                child = node.children[name] = Node(_label(step))
+            node = child
+            node.nbytes += nbytes
+            node.count += 1
+        node.entry = entry
+    if order is not None:
+        _sort(root, _by_size if order == "size" else _by_name)
+    return root
+
+
+def _label(step: Any) -> str:
+    if type(step) is TypedKey:
+        return printable(repr(step.value))
+    return printable(step) if isinstance(step, str) else f"[{step}]"
+
+
+def _by_size(node: Node) -> tuple[int, str]:
+    return (-node.nbytes, node.label)
+
+
+def _by_name(node: Node) -> str:
+    return node.label
+
+
+def _sort(root: Node, key: Callable[[Node], Any]) -> None:
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if len(node.children) > 1:
+            node.children = dict(sorted(node.children.items(), key=lambda pair: key(pair[1])))
+        waiting.extend(node.children.values())
+
+
+def branches(root: Node, *, depth: int | None, with_lines: bool) -> Iterator[tuple[str, Node, bool]]:
+    """Every node below the root from top to bottom: its branch as drawn, itself, and whether it is cut."""
+    middle, last, through, blank = _LINES if with_lines else _ASCII
+    # Paths may be deeper than Python's recursion: a stack of our own.
+    stack = [("", iter(root.children.values()), len(root.children))]
+    while stack:
+        indent, nodes, left = stack.pop()
+        node = next(nodes, None)
+        if node is None:
+            continue
+        stack.append((indent, nodes, left - 1))
+        cut = bool(node.children) and depth is not None and len(stack) >= depth
+        yield indent + (last if left == 1 else middle) + node.label, node, cut
+        if node.children and not cut:
+            below = indent + (blank if left == 1 else through)
+            stack.append((below, iter(node.children.values()), len(node.children)))

@@ -1,0 +1,179 @@
+"""A save killed before or after any call that changes the file system: all old or all new (B1, B2)."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tests.faults.support import committed_files, contents, large_state, load, put_back, same, small_state
+
+import holdfast as hf
+from holdfast.extension import ZStandard
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one thread": {},
+    "three threads": {"thread_count": 3},
+    "a file per item": {"single_file_per_rank": False, "thread_count": 2},
+    "zstd": {"zstd": True},
+    "past the page cache": {"state": "large"},
+}
+CALLS = ["open", "pwritev", "pwrite", "write", "fsync", "fdatasync", "close", "ftruncate"]
+CALLS += ["mkdir", "rename", "replace", "link", "unlink", "remove", "rmdir"]
+
+
+class Kill(NamedTuple):
+    """One kill: at which call, which checkpoint was there after it, and what the next save left lying."""
+
+    point: str
+    found: str
+    stale: list[str]
+
+
+def test_a_kill_at_some_calls_leaves_the_old_checkpoint_or_the_new(tmp_path: Path) -> None:
+    kills = _run_kills(tmp_path, "three threads", stride=7)
+    assert {kill.found for kill in kills} == {"old", "new"}
+    assert kills[0].found == "old"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_kill_at_any_call_leaves_the_old_checkpoint_or_the_new(tmp_path: Path, layout: str) -> None:
+    """The save after it works, and removes whatever the killed one left."""
+    kills = _run_kills(tmp_path, layout)
+    points = [kill.point for kill in kills]
+    # The rename is the only step that changes which checkpoint is there.
+    commit = points.index("after rename")
+    assert [kill.found for kill in kills] == ["old"] * commit + ["new"] * (len(kills) - commit)
+    assert {"before open", "after pwritev", "before fsync", "after fsync", "before rename"} <= set(points)
+    assert {"before unlink", "after unlink"} <= set(points[commit:])
+    assert [kill for kill in kills if kill.stale] == [], "the save after a kill left stale files"
+
+
+@pytest.mark.slow
+def test_kills_at_random_instants_leave_the_old_checkpoint_or_the_new(tmp_path: Path) -> None:
+    kills = _run_kills(tmp_path, RANDOM)
+    assert {kill.found for kill in kills} <= {"old", "new"}
+    assert len(kills) == RANDOM_KILLS
+
+
+def _run_kills(folder: Path, layout: str, stride: int = 1) -> list[Kill]:
+    """All kills of one layout, by a process that forks a victim for each of them."""
+    program = ["-m", "tests.faults.test_kill_during_overwrite"]
+    command = [sys.executable, *program, str(folder / "checkpoint"), layout, str(stride)]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[2]
+    )
+    assert done.returncode == 0, done.stderr
+    return [Kill(*kill) for kill in json.loads(done.stdout)]
+
+
+# What follows runs in the process that is started for it.
+
+RANDOM = "random instants"
+RANDOM_KILLS = 150
+
+
+class _Killer:
+    """Kills its process before or after the n-th of the calls that change a file system."""
+
+    def __init__(self, at: int, report: int) -> None:
+        self.at = at
+        self.report = report
+        self.count = 0
+        self.lock = threading.Lock()
+        for name in CALLS:
+            setattr(os, name, self._watched(name, getattr(os, name)))
+
+    def _watched(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if name == "open" and not args[1] & os.O_CREAT:
+                return call(*args, **kwargs)
+            self._step(f"before {name}")
+            result = call(*args, **kwargs)
+            self._step(f"after {name}")
+            return result
+
+        return watched
+
+    def _step(self, what: str) -> None:
+        with self.lock:
+            self.count += 1
+            if self.count == self.at:
+                _WRITE(self.report, what.encode())
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+_WRITE = os.write
+
+
+def _victim(work: Callable[[], None], kill_at: int) -> str | None:
+    """Run ``work`` in a fork that kills itself; the point at which it did, or None if it came to its end."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            _Killer(kill_at, writing)
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writing)
+    with os.fdopen(reading) as report:
+        point = report.read()
+    status = os.waitpid(child, 0)[1]
+    if status == 0:
+        return None
+    assert status == signal.SIGKILL, f"the victim ended by itself with status {status}"
+    return point
+
+
+def _victim_of_the_clock(work: Callable[[], None], number: int) -> str | None:
+    """Run ``work`` in a fork that a timer kills: after more of it each time, from nothing to most of it."""
+    child = os.fork()
+    if child == 0:
+        # Without a handler this signal ends the process at once, wherever it is.
+        signal.setitimer(signal.ITIMER_REAL, 1e-5 + number * 1e-4)
+        work()
+        os._exit(0)
+    os.waitpid(child, 0)
+    return None if number == RANDOM_KILLS else f"after {number} ticks"
+
+
+def _main(folder: str, layout: str, stride: int) -> None:
+    torch.set_num_threads(1)
+    options = dict(LAYOUTS.get(layout, {}))
+    make = large_state if options.pop("state", "") == "large" else small_state
+    extensions = [ZStandard()] if options.pop("zstd", False) else None
+    old, new, later = (make(seed) for seed in (1, 2, 3))
+
+    def save(state: dict[str, Any]) -> None:
+        hf.save(state, storage_writer=hf.FileSystemWriter(folder, _extensions=extensions, **options))
+
+    save(old)
+    before = contents(folder)
+    kills: list[Kill] = []
+    victim = _victim_of_the_clock if layout == RANDOM else _victim
+    for n in itertools.count(0 if layout == RANDOM else 1, stride):
+        put_back(folder, before)
+        point = victim(lambda: save(new), n)
+        if point is None:
+            break
+        found = load(folder, make(99))
+        which = "old" if same(found, old) else "new" if same(found, new) else "a mix"
+        save(later)
+        assert same(load(folder, make(99)), later), f"the save after a kill {point} is not whole"
+        kills.append(Kill(point, which, sorted(set(os.listdir(folder)) - committed_files(folder))))
+    sys.stdout.write(json.dumps(kills))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
