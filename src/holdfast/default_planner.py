@@ -16,7 +16,7 @@ from holdfast._plan.items import read_items_for_object, read_items_for_tensor, w
 from holdfast._plan.merge import assign_writers, describe, find_problems
 from holdfast._plan.structure import Container, Path, Slot, Structure, flatten, unflatten
 from holdfast._tensors.chunks import find_chunk, is_tensor
-from holdfast.errors import InvalidPlanError, UsageError
+from holdfast.errors import InvalidPlanError, MetadataFormatError, UsageError
 from holdfast.metadata import (
     STATE_DICT_TYPE,
     BytesStorageMetadata,
@@ -305,6 +305,20 @@ def _home_device() -> torch.device:
     return torch.device("cpu")
 
 
+def _memory_for(key: str, entry: TensorStorageMetadata, places: Any) -> torch.Tensor:
+    """Memory for a whole tensor, unless what is stored of it is too little to fill it."""
+    nbytes = entry.size.numel() * entry.properties.dtype.itemsize
+    found = [
+        places[index] for chunk in entry.chunks if (index := MetadataIndex(key, chunk.offsets)) in places
+    ]
+    if not any(place.transform_descriptors for place in found) and sum(p.length for p in found) < nbytes:
+        raise MetadataFormatError(
+            f"{key}: a tensor of shape {tuple(entry.size)} takes {nbytes} bytes, but fewer are stored",
+            key=key,
+        )
+    return torch.empty(entry.size, dtype=entry.properties.dtype)
+
+
 class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
     """Loads a checkpoint without a state to load into: builds the nested state from the checkpoint.
 
@@ -334,7 +348,7 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
             raise UsageError("the planner was set up without the checkpoint's metadata")
         paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
         leaves = {
-            key: torch.empty(entry.size, dtype=entry.properties.dtype)
+            key: _memory_for(key, entry, metadata.storage_data)
             if isinstance(entry, TensorStorageMetadata)
             else entry
             for key, entry in metadata.state_dict_metadata.items()

@@ -16,7 +16,13 @@ from holdfast._io.local import LocalStore
 from holdfast._io.store import ByteStore
 from holdfast._storage.commit import VERSION
 from holdfast._storage.reading import read_items, read_metadata_file
-from holdfast._storage.writing import commit, existing_checkpoint, remove_unreferenced, write_items
+from holdfast._storage.writing import (
+    commit,
+    discard_uncommitted,
+    existing_checkpoint,
+    remove_unreferenced,
+    write_items,
+)
 from holdfast.errors import CheckpointExistsError, UsageError
 from holdfast.extension import ExtensionRegistry, StreamTransformExtension
 from holdfast.metadata import Metadata, StorageMeta
@@ -131,12 +137,20 @@ class FileSystemWriter(StorageWriter):
         store = self._store()
         store.make()
         there = None if self.overwrite else existing_checkpoint(store)
+        if not self.overwrite and os.path.islink(os.path.join(self.path, FILE_NAME)):
+            there = FILE_NAME
         if there is not None:
             raise CheckpointExistsError(
                 f"Checkpoint already exists: {self.path} has {there}, and overwrite=False was given",
                 path=str(self.path),
             )
         if self._own_rank is not None:
+            if store.exists(FILE_NAME):
+                raise CheckpointExistsError(
+                    f"{self.path} has a checkpoint that ranks wrote together, which a load would prefer to "
+                    "a rank's own part. Remove it, or save to another folder.",
+                    path=str(self.path),
+                )
             return dataclasses.replace(plan, storage_data=self._prefix(self._own_rank))
         return plan
 
@@ -186,14 +200,18 @@ class FileSystemWriter(StorageWriter):
             metadata.version, metadata.storage_meta = theirs.version, theirs.storage_meta
             metadata.storage_data = theirs.storage_data
         store, rank = self._store(), self._own_rank
-        commit(
-            store,
-            ours,
-            name=FILE_NAME if rank is None else f"__{rank}{FILE_NAME}",
-            world_size=self._world_size,
-            durable=self.sync_files,
-            torch_compatible=self.torch_compatible,
-        )
+        try:
+            commit(
+                store,
+                ours,
+                name=FILE_NAME if rank is None else f"__{rank}{FILE_NAME}",
+                world_size=self._world_size,
+                durable=self.sync_files,
+                torch_compatible=self.torch_compatible,
+            )
+        except BaseException:
+            discard_uncommitted(store, ours, rank=rank)
+            raise
         remove_unreferenced(store, ours, only_rank=rank)
 
     def storage_meta(self) -> StorageMeta | None:

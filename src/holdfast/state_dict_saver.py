@@ -34,8 +34,8 @@ def save(
     """Save a state: on every rank of the group, each its own part.
 
     When ``save`` returns, on any rank, the checkpoint is complete, counted and on stable storage. When it
-    raises, nothing was committed: what was at that place before is there still, whole. A crash at any
-    instant leaves the old checkpoint or the new one.
+    raises, what was at that place before is there still, whole; only if making the finished commit durable
+    is what failed, the new one is. A crash at any instant leaves the old checkpoint or the new one.
 
     Stateful objects (modules, optimizers), wherever they stand in the state, are saved as their
     ``state_dict()``. Nested dicts, lists, tuples, numbers, strings, bytes and other picklable values are

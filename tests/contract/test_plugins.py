@@ -1,13 +1,11 @@
 """The shipped suites, on the storage of the examples and on the plain planners."""
 
-import sys
 from pathlib import Path
+
+from folder_storage import FolderReader, FolderWriter
 
 import holdfast
 from holdfast.testing import PlainLoadPlanner, PlainSavePlanner, PlannerContract, StorageContract
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from folder_storage import FolderReader, FolderWriter
 
 
 class TestFolderStorage(StorageContract):

@@ -88,7 +88,6 @@ def test_a_planner_that_fails_at_any_item_commits_nothing(
     assert set(os.listdir(folder)) == committed_files(folder)
 
 
-@pytest.mark.xfail(strict=True, reason="files that other threads had finished stay until the next save")
 @pytest.mark.parametrize("options", [WRITERS["a file per item"], WRITERS["2 threads"]])
 def test_a_failed_save_leaves_nothing_behind(folder: Path, options: dict[str, Any]) -> None:
     before = contents(folder)
@@ -219,7 +218,6 @@ def test_overwrite_false_refuses_a_checkpoint_of_any_form_and_touches_nothing(
     assert contents(tmp_path) == before
 
 
-@pytest.mark.xfail(strict=True, reason="a link is not in the listing that is looked at")
 def test_overwrite_false_refuses_a_checkpoint_behind_a_link(tmp_path: Path) -> None:
     hf.save(small_state(1), checkpoint_id=tmp_path / "real")
     (tmp_path / "linked").mkdir()
@@ -228,7 +226,6 @@ def test_overwrite_false_refuses_a_checkpoint_behind_a_link(tmp_path: Path) -> N
         hf.save(small_state(2), storage_writer=FileSystemWriter(tmp_path / "linked", overwrite=False))
 
 
-@pytest.mark.xfail(strict=True, reason="a rank's own save removes files of the shared checkpoint")
 def test_a_ranks_own_save_over_a_shared_checkpoint_is_loaded_or_refused(folder: Path) -> None:
     """What was saved last is there, or the save says that it cannot be."""
     before = contents(folder)
@@ -298,7 +295,6 @@ def test_whichever_call_of_a_save_fails_the_old_checkpoint_or_the_new_is_whole(
     assert n > 15, "the calls of a save were not seen"
 
 
-@pytest.mark.xfail(strict=True, reason="the listing of the clean-up is outside of what only warns")
 def test_a_clean_up_that_fails_does_not_make_a_committed_save_raise(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,15 +80,12 @@ def _assert_names_a_file(error: OSError, folder: Path) -> None:
     assert error.filename in str(error)
 
 
-NOT_YET = pytest.mark.xfail(strict=True, reason="what is written when a file is finished names no key")
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(WRITERS["1 thread"], marks=NOT_YET),
-        pytest.param(WRITERS["a file per item"], marks=NOT_YET),
-        pytest.param(WRITERS["zstd"], marks=NOT_YET),
+        WRITERS["1 thread"],
+        WRITERS["a file per item"],
+        WRITERS["zstd"],
         WRITERS["not durable"],
     ],
     ids=["1 thread", "a file per item", "zstd", "not durable"],
@@ -100,7 +97,6 @@ def test_a_file_that_may_not_grow_is_raised_with_the_key(tmp_path: Path, options
     assert "huge" in str(caught.value)
 
 
-@NOT_YET
 def test_a_file_that_may_not_grow_names_a_key_when_only_small_values_are_written(tmp_path: Path) -> None:
     with _file_size_limit(512), pytest.raises(OSError) as caught:
         hf.save({"tiny": torch.ones(100)}, checkpoint_id=tmp_path)
@@ -128,7 +124,6 @@ def test_metadata_that_may_not_grow_leaves_the_old_checkpoint(tmp_path: Path) ->
     assert same(load(tmp_path, state(9)), state(1))
 
 
-@pytest.mark.xfail(strict=True, reason="data files of a save that is not committed stay until the next save")
 @pytest.mark.parametrize("options", [WRITERS["3 threads"], WRITERS["a file per item"]])
 def test_a_save_that_failed_leaves_nothing_on_the_disk(tmp_path: Path, options: dict[str, Any]) -> None:
     hf.save(_state(1, 1), checkpoint_id=tmp_path)
@@ -187,7 +182,6 @@ def test_after_a_full_disk_the_next_save_works_once_there_is_space(
     assert set(os.listdir(folder)) == committed_files(folder)
 
 
-@pytest.mark.xfail(strict=True, reason="what a failed save wrote takes the space that the next one needs")
 def test_after_a_failed_save_the_disk_has_as_much_space_as_before(small_disk: Path) -> None:
     folder = small_disk / "checkpoint"
     hf.save(_state(1, 1), checkpoint_id=folder)

@@ -1,21 +1,18 @@
 """Real process groups: one folder for all, sharded states saved together and loaded in another layout."""
 
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import holdfast
 from holdfast.testing import with_checkpoint_logging, with_temp_dir
-
-sys.path.insert(0, str(Path(__file__).parent))
-from ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 

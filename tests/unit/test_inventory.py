@@ -6,8 +6,9 @@ import sys
 import pytest
 
 from holdfast._format import metadata_file
-from holdfast._format.inventory import HOLDFAST_MARK, Inventory, StoredObject, StoredTensor, read_inventory
+from holdfast._format.inventory import Inventory, StoredObject, StoredTensor, read_inventory
 from holdfast._format.manifest import Manifest, column, encode
+from holdfast._format.metadata_file import MARK
 from holdfast._format.torch_pickle_records import TorchProperties, TorchTensor
 from holdfast._format.torch_pickle_writer import write_torch_metadata
 from holdfast._format.typed_key import TypedKey
@@ -30,7 +31,7 @@ def manifest(**changes: object) -> Manifest:
         "keys": ["n", "t"],
         "kinds": b"\1\0",
         "properties": [("float32", "strided", False, "contiguous_format", False)],
-        "tensor_properties": b"\0",
+        "tensor_properties": column([0], "I"),
         "tensor_ndims": b"\1",
         "tensor_shapes": column([7], "q"),
         "tensor_chunks": column([2], "I"),
@@ -43,7 +44,7 @@ def manifest(**changes: object) -> Manifest:
         "item_payload_offsets": column([0, 2, 0], "q"),
         "item_payload_nbytes": column([0, 16, 16], "q"),
         "item_raw_nbytes": column([10, 20, 30], "q"),
-        "item_transforms": b"\0\0\1",
+        "item_transforms": column([0, 0, 1], "I"),
         "item_blocks": column([0, 1, 1], "I"),
         "item_wrap_checksums": column([7, 8, 9], "I"),
         "checksums": CRCS,
@@ -165,7 +166,7 @@ def test_a_dtype_of_the_future_has_no_size() -> None:
 
 def test_a_pickle_of_ours_that_lost_the_rest_is_damaged_and_not_torchs() -> None:
     with pytest.raises(MetadataFormatError, match="lost its end") as caught:
-        read_inventory(torchs(modules=[HOLDFAST_MARK]), path="p")
+        read_inventory(torchs(modules=[MARK]), path="p")
     assert caught.value.expected is None
 
 

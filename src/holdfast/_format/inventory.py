@@ -14,10 +14,8 @@ from holdfast._format.paths import decode_paths
 from holdfast._format.torch_pickle_records import TorchMetadata, TorchStorage, TorchTensor
 from holdfast.errors import MetadataFormatError
 
-__all__ = ["HOLDFAST_MARK", "Inventory", "StoredChunk", "StoredObject", "StoredTensor", "read_inventory"]
+__all__ = ["Inventory", "StoredChunk", "StoredObject", "StoredTensor", "read_inventory"]
 
-HOLDFAST_MARK = "holdfast"
-"""Stands in the modules of a pickle that we wrote: a file that has it and no footer has lost its end."""
 
 Ints: TypeAlias = tuple[int, ...]
 
@@ -196,7 +194,7 @@ def _from_manifest(
 
 def _from_torch(stored: TorchMetadata, nbytes: int, path: str, rank: int | None) -> Inventory:
     meta = stored.storage_meta
-    if meta is not None and HOLDFAST_MARK in meta.modules:
+    if meta is not None and metadata_file.MARK in meta.modules:
         raise MetadataFormatError(
             f"{path} is damaged: it was written by holdfast and has lost its end. Restore the file, or load "
             "another checkpoint.",

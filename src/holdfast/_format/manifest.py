@@ -100,7 +100,7 @@ class Manifest(msgspec.Struct, kw_only=True):
         For an object there are no properties. A key has one item for each chunk, an object has one.
         """
         # Lists, because making a list of a slice of one is several times as fast as of a column.
-        ndims, property_ids = iter(self.tensor_ndims), iter(self.tensor_properties)
+        ndims, property_ids = iter(self.tensor_ndims), iter(ints(self.tensor_properties, "I").tolist())
         counts = iter(ints(self.tensor_chunks, "I").tolist())
         shapes = ints(self.tensor_shapes, "q").tolist()
         offsets, lengths = ints(self.chunk_offsets, "q").tolist(), ints(self.chunk_lengths, "q").tolist()
@@ -125,7 +125,7 @@ class Manifest(msgspec.Struct, kw_only=True):
             ints(self.item_files, "I").tolist(),
             ints(self.item_offsets, "q").tolist(),
             ints(self.item_nbytes, "q").tolist(),
-            self.item_transforms,
+            ints(self.item_transforms, "I").tolist(),
             ints(self.item_payload_offsets, "q").tolist(),
             ints(self.item_payload_nbytes, "q").tolist(),
             ints(self.item_raw_nbytes, "q").tolist(),
@@ -223,7 +223,7 @@ def _find_problem(m: Manifest) -> str | None:
     rows = sum(counts) + len(m.keys) - tensors
     wanted = {
         "file_nbytes": ("q", len(m.file_names)),
-        "tensor_properties": ("B", tensors),
+        "tensor_properties": ("I", tensors),
         "tensor_shapes": ("q", sum(m.tensor_ndims)),
         "chunk_offsets": ("q", boxes),
         "chunk_lengths": ("q", boxes),
@@ -233,7 +233,7 @@ def _find_problem(m: Manifest) -> str | None:
         "item_payload_offsets": ("q", rows),
         "item_payload_nbytes": ("q", rows),
         "item_raw_nbytes": ("q", rows),
-        "item_transforms": ("B", rows),
+        "item_transforms": ("I", rows),
         "item_blocks": ("I", rows),
         "item_wrap_checksums": ("I", rows),
     }
@@ -251,9 +251,9 @@ def _product(count: int, ndim: int) -> int:
 
 
 def _find_bad_reference(m: Manifest) -> str | None:
-    if max(m.tensor_properties, default=-1) >= len(m.properties):
+    if max(ints(m.tensor_properties, "I"), default=-1) >= len(m.properties):
         return "a tensor refers to properties that are not there"
-    if max(m.item_transforms, default=-1) >= len(m.transforms):
+    if max(ints(m.item_transforms, "I"), default=-1) >= len(m.transforms):
         return "an item refers to transforms that are not there"
     if max(ints(m.item_files, "I"), default=-1) >= len(m.file_names):
         return "an item refers to a file that is not there"

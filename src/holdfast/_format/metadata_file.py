@@ -11,11 +11,15 @@ from dataclasses import dataclass
 
 from holdfast.errors import MetadataFormatError
 
-__all__ = ["FILE_NAME", "Sections", "join", "split"]
+__all__ = ["FILE_NAME", "MARK", "Sections", "join", "split"]
 
 FILE_NAME = ".metadata"
 
 MAGIC = b"HOLDFAST"
+MARK = "holdfast"
+"""Stands in the modules that our pickle for torch lists, so that a file that lost its footer is not taken for
+torch's own.
+"""
 # pickle length, manifest length, CRC-32 of the pickle, CRC-32 of the manifest, layout version, then the
 # CRC-32 of all footer bytes before it, and the magic at the very end.
 _FIELDS = struct.Struct("<QQIIII")

@@ -102,9 +102,9 @@ def decode_containers(encoded: list[Any], *, path: str) -> dict[tuple[Any, ...],
     """The kind and the position of each container by its path."""
     found = {}
     for entry in encoded:
-        if not isinstance(entry, list) or len(entry) != 3 or entry[1] not in _KINDS:
+        if not isinstance(entry, list) or len(entry) < 3 or entry[1] not in _KINDS:
             raise _bad(path, entry)
-        steps, kind, position = entry
+        steps, kind, position = entry[:3]
         if type(position) is not int:
             raise _bad(path, entry)
         found[_decode_path(steps, path)] = (kind, position)

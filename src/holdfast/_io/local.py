@@ -2,7 +2,6 @@
 
 import errno
 import os
-import secrets
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -102,7 +101,7 @@ class LocalStore(ByteStore):
         """Put ``data`` under ``name`` in one atomic step; see ByteStore."""
         path = self._path(check_name(name))
         view = byte_view(data)
-        temporary = f"{name}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
+        temporary = f"{name}.{os.urandom(8).hex()}{TEMPORARY_SUFFIX}"
         # All names are relative to one open folder: it may be moved meanwhile, and still gets all of it.
         with naming(path), _open_folder(self._folder) as folder:
             fd = os.open(temporary, _NEW, 0o666, dir_fd=folder)

@@ -6,17 +6,17 @@ import datetime as dt
 import decimal
 import fractions
 import functools
-import importlib
 import pathlib
-import sys
+import re
 import types
 import uuid
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["Factory", "classes_for_torch", "find_allowed", "is_allowed", "is_numpy"]
+from holdfast._objects.numpy_stand_ins import find_numpy, is_numpy
+
+__all__ = ["Factory", "find_allowed", "is_allowed"]
 
 
 class Factory:
@@ -98,6 +98,19 @@ def _layout(name: Any) -> torch.layout:
     return layout
 
 
+def _fraction(text: Any, denominator: Any = None) -> fractions.Fraction:
+    if type(text) is int and type(denominator) is int:
+        return fractions.Fraction(text, denominator)
+    # "1e999999999" is a few bytes of pickle, and a number of a billion digits.
+    if (
+        denominator is not None
+        or not isinstance(text, str)
+        or not re.fullmatch(r"-?[0-9]{1,5000}(/[0-9]{1,5000})?", text)
+    ):
+        raise TypeError("a fraction was expected")
+    return fractions.Fraction(text)
+
+
 def _reconstructor(cls: Any, base: Any, state: Any) -> Any:
     """What copyreg did for plain classes before protocol 2."""
     if cls not in (argparse.Namespace, types.SimpleNamespace) or base is not object or state is not None:
@@ -125,7 +138,7 @@ _MADE_BY: dict[tuple[str, str], Any] = {
     ("datetime", "timedelta"): dt.timedelta,
     ("datetime", "timezone"): dt.timezone,
     ("decimal", "Decimal"): decimal.Decimal,
-    ("fractions", "Fraction"): fractions.Fraction,
+    ("fractions", "Fraction"): _fraction,
     ("uuid", "UUID"): uuid.UUID,
     ("types", "SimpleNamespace"): types.SimpleNamespace,
     ("argparse", "Namespace"): argparse.Namespace,
@@ -140,40 +153,12 @@ for _module in ("pathlib", "pathlib._local"):
 for _builtin in (int, float, bool, str, list, dict, tuple, bytes):
     _MADE_BY["builtins", _builtin.__name__] = Factory(_builtin)
 
-_NUMPY = {
-    *(
-        (f"numpy.{core}.multiarray", name)
-        for core in ("core", "_core")
-        for name in ("_reconstruct", "scalar")
-    ),
-    *((f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")),
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-}
-
 
 def is_allowed(module: str, name: str) -> bool:
     """Whether a pickle may name this without the caller's leave."""
     if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.memory_format):
         return True
     return (module, name) in _MADE_BY or is_numpy(module, name) or module.startswith("numpy.dtypes")
-
-
-def is_numpy(module: str, name: str) -> bool:
-    """Whether this is one of the names that numpy's arrays, scalars and dtypes are pickled with."""
-    return (module, name) in _NUMPY or (module == "numpy" and name in _SCALARS)
-
-
-_SCALARS = frozenset(
-    f"{kind}{bits}"
-    for kind, widths in {
-        "int": (8, 16, 32, 64),
-        "uint": (8, 16, 32, 64),
-        "float": (16, 32, 64),
-        "complex": (64, 128),
-    }.items()
-    for bits in widths
-) | {"bool", "bool_", "str_", "bytes_"}
 
 
 def find_allowed(module: str, name: str) -> Any:
@@ -184,7 +169,9 @@ def find_allowed(module: str, name: str) -> Any:
     """
     if (module, name) in _MADE_BY:
         found = _MADE_BY[module, name]
-        # A pickle can set attributes of what it names: it gets a function of its own to spoil.
+        # A pickle can set attributes of what it names: it gets one of its own to spoil.
+        if isinstance(found, Factory):
+            return Factory(found.made)
         return functools.partial(found) if isinstance(found, types.FunctionType) else found
     found = None
     if module == "torch" and "." not in name:
@@ -192,30 +179,5 @@ def find_allowed(module: str, name: str) -> Any:
         if isinstance(found, torch.dtype | torch.memory_format):
             return found
     if is_numpy(module, name):
-        return _find_numpy(module, name)
-    raise KeyError(f"{module}.{name}")
-
-
-def classes_for_torch() -> list[Any]:
-    """The classes among them that torch's own weights-only unpickler is to allow besides its own."""
-    found: list[Any] = [made for made in _MADE_BY.values() if isinstance(made, type) and made is not object]
-    found += [collections.deque]
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        found += [numpy.ndarray, numpy.dtype, *{type(numpy.dtype(name)) for name in _DTYPES}]
-        found += [_find_numpy("numpy._core.multiarray", name) for name in ("_reconstruct", "scalar")]
-    return found
-
-
-_DTYPES = ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "S", "U")
-
-
-def _find_numpy(module: str, name: str) -> Callable[..., Any] | type:
-    # numpy 2 moved numpy.core to numpy._core; each reads the other's pickles under its own name.
-    for candidate in (module, module.replace("numpy.core", "numpy._core"), module.replace("._core", ".core")):
-        try:
-            found: Any = getattr(importlib.import_module(candidate), name)
-        except (ImportError, AttributeError):
-            continue
-        return found  # type: ignore[no-any-return]
+        return find_numpy(module, name)
     raise KeyError(f"{module}.{name}")

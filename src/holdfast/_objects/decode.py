@@ -1,18 +1,21 @@
 """Objects of a checkpoint back into values, without running any code that the checkpoint holds."""
 
 import contextlib
+import functools
 import io
 import pickle
 import re
 import sys
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from holdfast._objects.allowed import classes_for_torch, find_allowed, is_numpy
+from holdfast._objects.allowed import find_allowed
+from holdfast._objects.container import pickle_record, read_storages, refuse_compressed
+from holdfast._objects.numpy_stand_ins import NotPlainError, check_array_state, check_dtype_state, is_numpy
 from holdfast._objects.stored import LoadedObject
+from holdfast._objects.tensors import STORAGE_DTYPES, StorageName, rebuild_tensor, storage_of
 from holdfast.errors import IntegrityError, UnsafeMetadataError
 
 __all__ = ["decode_object", "is_bytearray", "unpickle_data"]
@@ -52,12 +55,17 @@ def decode_object(
                 return stream.payload
             pickled: bytes | None = bytes(stream.payload)
         else:
-            pickled = _pickle_record(stream)
+            pickled = pickle_record(stream)
         if pickled is None:
             return _load_by_torch(stream, safe_globals)
         try:
             return _unpickle(pickled, safe_globals)
         except _HoldsTensorsError:
+            pass
+        try:
+            return _TensorUnpickler(pickled, safe_globals, read_storages(stream)).load()
+        except _HoldsTensorsError:
+            # Not plain tensors in the host's memory: torch knows more kinds.
             return _load_by_torch(stream, safe_globals)
 
 
@@ -73,11 +81,23 @@ def unpickle_data(pickled: bytes, name: str, *, allow_pickle: bool = False) -> A
 
 
 def _unpickle(pickled: bytes, safe_globals: Sequence[Callable[..., Any] | type]) -> Any:
-    allowed = {(g.__module__, g.__qualname__): g for g in safe_globals}
-    try:
-        return _Unpickler(io.BytesIO(pickled), allowed).load()
-    except _NeedsCareError:
-        return _CarefulUnpickler(io.BytesIO(pickled), allowed).load()
+    if not _may_take_memory(pickled):
+        try:
+            return _Unpickler(pickled, safe_globals).load()
+        except _NeedsCareError:
+            pass
+    return _CarefulUnpickler(pickled, safe_globals).load()
+
+
+def _may_take_memory(pickled: bytes) -> bool:
+    """Whether a memo number might be in it that makes the fast unpickler take gigabytes for a table.
+
+    May be wrong about what is text or bytes; then the slower one, which has no table, reads it.
+    """
+    return any(int.from_bytes(found[1], "little") > len(pickled) for found in _LONG_PUT.finditer(pickled))
+
+
+_LONG_PUT = re.compile(rb"r(?=(.{4}))", re.DOTALL)
 
 
 @contextlib.contextmanager
@@ -85,7 +105,7 @@ def _explaining(key: str) -> Iterator[None]:
     """Say which object it was, whatever goes wrong."""
     try:
         yield
-    except _NotAllowedError as refused:
+    except (_NotAllowedError, NotPlainError) as refused:
         raise UnsafeMetadataError(
             f"{key}: the checkpoint holds an object that needs {refused}, which was not run. If you trust "
             f"the checkpoint, pass safe_globals=[...] with it, or allow_pickle=True.",
@@ -98,26 +118,10 @@ def _explaining(key: str) -> Iterator[None]:
         raise IntegrityError(f"{key}: the stored object cannot be read: {error}", key=key) from error
 
 
-def _pickle_record(stream: io.BytesIO) -> bytes | None:
-    """The pickle in the container, or None if this is not the container that torch.save makes today."""
-    stream.seek(0)
-    if not zipfile.is_zipfile(stream):
-        stream.seek(0)
-        return None
-    with zipfile.ZipFile(stream) as archive:
-        names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-        if len(names) != 1:
-            return None
-        info = archive.getinfo(names[0])
-        if info.compress_type != zipfile.ZIP_STORED:
-            raise IntegrityError("a compressed record is not what torch.save makes")
-        return archive.read(info)
-
-
 def _load_by_torch(stream: io.BytesIO, safe_globals: Sequence[Callable[..., Any] | type]) -> Any:
-    stream.seek(0)
+    refuse_compressed(stream)
     try:
-        with torch.serialization.safe_globals([*classes_for_torch(), *safe_globals]):
+        with torch.serialization.safe_globals(list(safe_globals)):
             return torch.load(stream, weights_only=True)
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
@@ -167,9 +171,9 @@ class _Rules:
 class _Unpickler(_Rules, pickle.Unpickler):
     """The fast one: nothing that it gives out can be changed by what the pickle does with it."""
 
-    def __init__(self, stream: io.BytesIO, allowed: dict[tuple[str, str], Any]) -> None:
-        super().__init__(stream)
-        self.allowed = allowed
+    def __init__(self, pickled: bytes, safe_globals: Sequence[Callable[..., Any] | type]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self.allowed = {(made.__module__, made.__qualname__): made for made in safe_globals}
 
 
 class _CarefulUnpickler(_Rules, pickle._Unpickler):  # noqa: SLF001 - the Python one can be looked into
@@ -177,9 +181,9 @@ class _CarefulUnpickler(_Rules, pickle._Unpickler):  # noqa: SLF001 - the Python
 
     is_careful = True
 
-    def __init__(self, stream: io.BytesIO, allowed: dict[tuple[str, str], Any]) -> None:
-        super().__init__(stream)
-        self.allowed = allowed
+    def __init__(self, pickled: bytes, safe_globals: Sequence[Callable[..., Any] | type]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self.allowed = {(made.__module__, made.__qualname__): made for made in safe_globals}
 
     def load_build(self) -> None:
         state, target = self.stack[-1], self.stack[-2]  # type: ignore[attr-defined]
@@ -188,10 +192,9 @@ class _CarefulUnpickler(_Rules, pickle._Unpickler):  # noqa: SLF001 - the Python
         # Whoever holds something of numpy's has imported it.
         np = sys.modules.get("numpy")
         if np is not None and isinstance(target, np.dtype):
-            if target.hasobject or target.fields or not _is_plain_dtype_state(state):
-                raise _NotAllowedError("a numpy dtype with fields or objects")
+            check_dtype_state(state)
         elif np is not None and isinstance(target, np.ndarray):
-            _check_array_state(state, np)
+            check_array_state(state)
         pickle._Unpickler.load_build(self)  # type: ignore[attr-defined]  # noqa: SLF001
 
     dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}  # noqa: SLF001
@@ -205,20 +208,33 @@ def _can_be_changed(found: Any) -> bool:
     return isinstance(found, type) and found.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) == _HEAP_TYPE
 
 
-def _is_plain_dtype_state(state: Any) -> bool:
-    return isinstance(state, tuple) and len(state) >= 7 and state[2:5] == (None, None, None)
+class _TensorUnpickler(_CarefulUnpickler):
+    """Also makes plain tensors of the host's memory, from the storages that the container holds."""
 
+    def __init__(
+        self,
+        pickled: bytes,
+        safe_globals: Sequence[Callable[..., Any] | type],
+        storages: Callable[[str], bytearray],
+    ) -> None:
+        super().__init__(pickled, safe_globals)
+        self._read = storages
+        self._storages: dict[str, torch.UntypedStorage] = {}
 
-def _check_array_state(state: Any, np: Any) -> None:
-    if not isinstance(state, tuple) or len(state) != 5:
-        raise TypeError("a numpy array with an unknown state")
-    _, shape, dtype, _, content = state
-    if not isinstance(dtype, np.dtype) or dtype.hasobject:
-        raise _NotAllowedError("a numpy array of objects")
-    if not isinstance(shape, tuple) or not all(isinstance(n, int) and n >= 0 for n in shape):
-        raise TypeError("a numpy array with an impossible shape")
-    count = 1
-    for extent in shape:
-        count *= extent
-    if not isinstance(content, bytes) or len(content) != count * dtype.itemsize:
-        raise TypeError("a numpy array whose bytes do not fill its shape")
+    def _find(self, module: str, name: str) -> Any:
+        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+            return functools.partial(rebuild_tensor)
+        if (module, name) in STORAGE_DTYPES:
+            return StorageName(STORAGE_DTYPES[module, name])
+        return super()._find(module, name)
+
+    def persistent_load(self, name: Any) -> Any:
+        try:
+            word, kind, key, location, count = name
+        except (TypeError, ValueError):
+            raise _HoldsTensorsError from None
+        if word != "storage" or not isinstance(kind, StorageName) or location != "cpu":
+            raise _HoldsTensorsError
+        if key not in self._storages:
+            self._storages[key] = storage_of(self._read(key), kind, count)
+        return self._storages[key], kind.dtype

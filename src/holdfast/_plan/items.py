@@ -19,6 +19,7 @@ from holdfast.planner import (
 
 __all__ = ["read_items_for_object", "read_items_for_tensor", "write_items"]
 
+_LARGE = 1 << 20
 _NOWHERE = torch.Size([0])
 
 
@@ -31,9 +32,7 @@ def write_items(key: str, value: Any) -> list[WriteItem]:
     if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_quantized:
         return _write_plain(key, value)
     if not is_tensor(value):
-        # Only bytes are as long as they are before they are encoded.
-        size = BytesIOWriteData(len(value)) if isinstance(value, bytes | bytearray) else None
-        return [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO, size)]
+        return [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO, _known_size(value))]
     refuse_unsavable(key, value)
     kind = WriteItemType.SHARD if is_sharded(value) else WriteItemType.TENSOR
     chunks = local_chunks(value)
@@ -49,6 +48,12 @@ def write_items(key: str, value: Any) -> list[WriteItem]:
         )
         for chunk in chunks
     ]
+
+
+def _known_size(value: Any) -> BytesIOWriteData | None:
+    """The size of bytes, where it matters how they are written; of other values it is not known yet."""
+    is_large = isinstance(value, bytes | bytearray) and len(value) >= _LARGE
+    return BytesIOWriteData(len(value)) if is_large else None
 
 
 def _write_plain(key: str, value: torch.Tensor) -> list[WriteItem]:

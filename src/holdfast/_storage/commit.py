@@ -41,9 +41,6 @@ from holdfast.metadata import (
 
 __all__ = ["dump_metadata", "load_metadata"]
 
-MARK = "holdfast"
-"""Stands in the modules of what we write, so that a file that lost its footer is not taken for torch's."""
-
 VERSION = "1.0.0"
 """The version of torch's storage data that our pickles follow."""
 
@@ -127,7 +124,7 @@ def _manifest(
         keys=list(entries),
         kinds=bytes(TENSOR if isinstance(e, TensorStorageMetadata) else OBJECT for e in entries.values()),
         properties=[tuple(p) for p in properties],
-        tensor_properties=column(tensor_properties, "B"),
+        tensor_properties=column(tensor_properties, "I"),
         tensor_ndims=bytes(len(entry.size) for entry in tensors),
         tensor_shapes=column(concatenated(entry.size for entry in tensors), "q"),
         tensor_chunks=column([len(entry.chunks) for entry in tensors], "I"),
@@ -140,7 +137,7 @@ def _manifest(
         item_payload_offsets=column([info.payload_offset for info in infos], "q"),
         item_payload_nbytes=column([info.payload_nbytes for info in infos], "q"),
         item_raw_nbytes=column([info.raw_nbytes for info in infos], "q"),
-        item_transforms=bytes(item_transforms),
+        item_transforms=column(item_transforms, "I"),
         item_blocks=column([len(info.checksums) // 4 for info in infos], "I"),
         item_wrap_checksums=column([info.wrap_checksum for info in infos], "I"),
         checksums=b"".join([info.checksums for info in infos]),
@@ -200,7 +197,7 @@ def _torch_pickle(metadata: Metadata, rows: Iterable[tuple[MetadataIndex, Storag
         planner_data=metadata.planner_data,
         checkpoint_id=None if meta.checkpoint_id is None else str(meta.checkpoint_id),
         save_id=meta.save_id,
-        modules=[*meta.modules, MARK],
+        modules=[*meta.modules, metadata_file.MARK],
         version=VERSION,
     )
 
@@ -227,13 +224,13 @@ def _from_manifest(manifest: Manifest, path: str, *, allow_pickle: bool) -> Meta
     size, items = torch.Size, manifest.items()
     for key, properties, shape, chunks in manifest.entries():
         if properties is None:
-            places[MetadataIndex(key)] = StorageInfo(*next(items))
+            places[MetadataIndex(key)] = StorageInfo(*next(items), manifest.block_size)
             continue
         boxes = []
         for number, (offsets, lengths) in enumerate(chunks):
             at = size(offsets)
             boxes.append(ChunkStorageMetadata(at, size(lengths)))
-            places[MetadataIndex(key, at, number)] = StorageInfo(*next(items))
+            places[MetadataIndex(key, at, number)] = StorageInfo(*next(items), manifest.block_size)
         entries[key] = TensorStorageMetadata(described[properties], size(shape), boxes)
     meta = StorageMeta(manifest.checkpoint_id, manifest.save_id or None, None, list(manifest.modules))
     planner_data = _planner_data(manifest, path, allow_pickle=allow_pickle)
@@ -281,7 +278,7 @@ def _tensor_properties(
 
 
 def _from_torch(stored: TorchMetadata, path: str) -> Metadata:
-    if stored.storage_meta is not None and MARK in stored.storage_meta.modules:
+    if stored.storage_meta is not None and metadata_file.MARK in stored.storage_meta.modules:
         raise MetadataFormatError(
             f"{path} is damaged: it was written by holdfast and has lost its end. Restore the file, or load "
             "another checkpoint.",

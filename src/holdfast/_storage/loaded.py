@@ -4,6 +4,7 @@ import io
 
 import torch
 
+from holdfast._objects.container import refuse_compressed
 from holdfast._storage.delivery import Delivery
 from holdfast._storage.source import Chunk
 from holdfast.errors import IntegrityError
@@ -13,6 +14,7 @@ __all__ = ["deliver_loaded"]
 
 def deliver_loaded(content: io.BytesIO, chunk: Chunk, delivery: Delivery) -> None:
     """Let torch read a whole container, under its weights-only rules, and copy the box that is wanted."""
+    refuse_compressed(content)
     try:
         tensor = torch.load(content, map_location="cpu", weights_only=True)
     except Exception as error:

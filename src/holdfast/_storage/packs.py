@@ -99,5 +99,5 @@ def _put(target: torch.Tensor, payload: memoryview, chunk: Chunk) -> None:
     target = target.detach()
     if target.dtype == chunk.dtype and is_plain_memory(target):
         memory_of(target)[:] = payload
-    elif payload:
+    elif target.numel():
         target.copy_(torch.frombuffer(payload, dtype=chunk.dtype).view(chunk.shape))

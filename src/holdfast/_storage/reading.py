@@ -15,7 +15,12 @@ from holdfast._storage.packs import is_small, pack_jobs
 from holdfast._storage.record import StorageInfo
 from holdfast._storage.source import Chunk, ReadContext, Source
 from holdfast._storage.tensor_reader import tensor_jobs
-from holdfast.errors import CheckpointNotFoundError, InvalidPlanError, TruncatedFileError
+from holdfast.errors import (
+    CheckpointNotFoundError,
+    InvalidPlanError,
+    MetadataFormatError,
+    TruncatedFileError,
+)
 from holdfast.extension import ExtensionRegistry
 from holdfast.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -177,7 +182,16 @@ def _chunk(place: StorageInfo, index: MetadataIndex, metadata: Metadata) -> Chun
         box = next((c for c in chunks if index.offset is None or c.offsets == index.offset), None)
     if box is None:
         raise InvalidPlanError(f"{index.fqn}: the checkpoint has no chunk at {index.offset}", key=index.fqn)
-    return Chunk(place, box.sizes, entry.properties.dtype)
+    chunk = Chunk(place, box.sizes, entry.properties.dtype)
+    if place.is_checked and not place.transform_descriptors and place.payload_nbytes != chunk.nbytes:
+        raise MetadataFormatError(
+            f"{index.fqn}: a chunk of shape {tuple(box.sizes)} of {chunk.dtype} takes {chunk.nbytes} bytes, "
+            f"but the metadata has {place.payload_nbytes}",
+            key=index.fqn,
+            expected=chunk.nbytes,
+            found=place.payload_nbytes,
+        )
+    return chunk
 
 
 def _say_what_changed(error: BaseException, touched: list[str]) -> None:

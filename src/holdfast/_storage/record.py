@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from holdfast._io.blocks import BLOCK_SIZE
+
 __all__ = ["StorageInfo"]
 
 
@@ -22,6 +24,7 @@ class StorageInfo:
         raw_nbytes: The item's length once the transforms are undone; -1 if unknown.
         checksums: CRC-32 of each block of the checked bytes, little-endian, 4 bytes each.
         wrap_checksum: CRC-32 of the item's other bytes.
+        block_size: How many bytes a block has.
     """
 
     relative_path: str
@@ -33,6 +36,7 @@ class StorageInfo:
     raw_nbytes: int = -1
     checksums: bytes = b""
     wrap_checksum: int = 0
+    block_size: int = BLOCK_SIZE
 
     @property
     def is_checked(self) -> bool:

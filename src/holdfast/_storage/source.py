@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast._format.manifest import ints
-from holdfast._io.blocks import BLOCK_SIZE, crc32
+from holdfast._io.blocks import crc32
 from holdfast._io.pool import Budget, Cancellation
 from holdfast._storage.delivery import Counter
 from holdfast._storage.open_files import SharedFile
@@ -30,7 +30,6 @@ class ReadContext:
         budget: Bounds the scratch memory of all jobs together.
         cancellation: Says that another job failed.
         verify: Whether checksums are compared.
-        block_size: The unit of checksums.
     """
 
     counter: Counter
@@ -38,7 +37,6 @@ class ReadContext:
     budget: Budget
     cancellation: Cancellation
     verify: bool = True
-    block_size: int = BLOCK_SIZE
 
 
 class Chunk(NamedTuple):
@@ -73,7 +71,7 @@ class Source:
             payload_offset=place.offset + place.payload_offset,
             payload_nbytes=place.payload_nbytes,
             crcs=ints(place.checksums, "I"),
-            block_size=context.block_size,
+            block_size=place.block_size,
             start=start,
         )
 
@@ -96,7 +94,7 @@ class Source:
 
     def stream(self) -> io.BufferedReader:
         """The payload from front to back."""
-        return io.BufferedReader(_Stream(self), self.context.block_size)
+        return io.BufferedReader(_Stream(self), self.place.block_size)
 
 
 class _Stream(io.RawIOBase):
@@ -112,7 +110,7 @@ class _Stream(io.RawIOBase):
         self.source.context.cancellation.check()
         left = self.source.place.length - self.at
         # A block that is read in two portions is read twice to be checked: never more than one at once.
-        view = memoryview(buffer).cast("B")[: min(left, self.source.context.block_size)]
+        view = memoryview(buffer).cast("B")[: min(left, self.source.place.block_size)]
         if view:
             self.source.read(self.at, view)
             self.at += len(view)

@@ -12,12 +12,13 @@ from holdfast._storage.delivery import Delivery
 from holdfast._storage.loaded import deliver_loaded
 from holdfast._storage.source import Chunk, Source
 from holdfast._tensors.host import memory_of
-from holdfast.errors import ChecksumError, IntegrityError
+from holdfast.errors import ChecksumError, IntegrityError, MetadataFormatError
 from holdfast.extension import StreamTransformExtension
 
 __all__ = ["deliver_transformed", "read_transformed", "undo_transforms"]
 
 _STEP = 1 << 20
+_MOST_TRANSFORMS = 32
 _ROWS = 4 << 20
 # What torch wrote does not say how large an object is behind its transforms.
 _LARGEST_UNDECLARED = 4 << 30
@@ -27,6 +28,13 @@ def undo_transforms(source: Source) -> Any:
     """The item's container as a stream."""
     stream: Any = source.stream()
     descriptors = list(source.place.transform_descriptors or ())
+    if len(descriptors) > _MOST_TRANSFORMS:
+        raise MetadataFormatError(
+            f"{source.file.path}: the item at {source.place.offset} has {len(descriptors)} transforms; more "
+            f"than {_MOST_TRANSFORMS} are not undone",
+            path=source.file.path,
+            found=len(descriptors),
+        )
     for extension in source.context.registry.from_descriptor_list(descriptors):
         if isinstance(extension, StreamTransformExtension):
             stream = extension.transform_from(stream)

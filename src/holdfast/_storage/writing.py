@@ -1,9 +1,10 @@
 """Writing a checkpoint into a ByteStore: all items of a plan, the commit, and the clean-up after it."""
 
+import contextlib
 import heapq
 import io
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +17,14 @@ from holdfast._plan.merge import chunk_nbytes
 from holdfast._storage.commit import dump_metadata, file_names
 from holdfast._storage.item_writer import ItemWriter
 from holdfast._storage.names import is_data_file, is_leftover, is_rank_metadata, shows_a_checkpoint
-from holdfast.errors import InvalidPlanError, StorageError
+from holdfast._storage.reading import read_metadata_file
+from holdfast.errors import CheckpointError, InvalidPlanError, StorageError
 from holdfast.extension import StreamTransformExtension
 from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan, SavePlanner, WriteItem
 from holdfast.storage import WriteResult
 
-__all__ = ["commit", "existing_checkpoint", "remove_unreferenced", "write_items"]
+__all__ = ["commit", "discard_uncommitted", "existing_checkpoint", "remove_unreferenced", "write_items"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,8 @@ def write_items(
     threads = max(1, min(threads, budget // (2 * _FILE_BUFFERS)))
     copy_at_once = max(1 << 20, min(_FILE_BUFFERS, budget // threads - _FILE_BUFFERS))
 
+    finished: list[str] = []
+
     def job(number: int, items: list[WriteItem]) -> list[WriteResult]:
         name = name_file(number)
         hint = sum(map(chunk_nbytes, items)) + 1024 * len(items)
@@ -56,32 +60,45 @@ def write_items(
             writer = ItemWriter(file, name, transforms, copy_at_once=copy_at_once)
             for item in items:
                 cancellation.check()
-                _add(writer, item, planner)
-            return writer.finish()
+                with _naming(item.index.fqn):
+                    _add(writer, item, planner)
+            # What was buffered leaves now: any of the file's items may be the one that fails.
+            keys = [item.index.fqn for item in items]
+            with _naming(f"{keys[0]} to {keys[-1]}" if len(keys) > 1 else "".join(keys)):
+                results = writer.finish()
+        finished.append(name)
+        return results
 
     jobs = [(lambda number=number, items=items: job(number, items)) for number, items in enumerate(buckets)]
-    results = pool.run(jobs, threads=threads, cancellation=cancellation)
-    if durable and results:
-        store.sync()
+    try:
+        results = pool.run(jobs, threads=threads, cancellation=cancellation)
+        if durable and results:
+            store.sync()
+    except BaseException:
+        _delete_quietly(store, finished)
+        raise
     return [result for of_file in results for result in of_file]
 
 
 def _add(writer: ItemWriter, item: WriteItem, planner: SavePlanner) -> None:
     data: Any = planner.resolve_data(item)
+    if not isinstance(data, torch.Tensor | io.BytesIO):
+        raise InvalidPlanError(
+            f"{item.index.fqn}: the planner gave a {type(data).__name__}, not a tensor or BytesIO",
+            key=item.index.fqn,
+        )
+    writer.add(item, data)
+
+
+@contextlib.contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Say what was being written: the system knows only the file."""
     try:
-        if not isinstance(data, torch.Tensor | io.BytesIO):
-            raise InvalidPlanError(
-                f"{item.index.fqn}: the planner gave a {type(data).__name__}, not a tensor or BytesIO",
-                key=item.index.fqn,
-            )
-        writer.add(item, data)
+        yield
     except OSError as error:
         if error.errno is None:
             raise
-        # The system knows the file; only we know what was being written into it.
-        raise OSError(
-            error.errno, f"{error.strerror} (while writing {item.index.fqn})", error.filename
-        ) from error
+        raise OSError(error.errno, f"{error.strerror} (while writing {what})", error.filename) from error
 
 
 def _deal(items: list[WriteItem], count: int) -> list[list[WriteItem]]:
@@ -130,17 +147,38 @@ def remove_unreferenced(store: ByteStore, metadata: Metadata, *, only_rank: int 
         metadata: What was committed.
         only_rank: For a checkpoint of one rank's own part, that rank: the others' files are not touched.
     """
-    used = file_names(metadata)
-    doomed = [
-        name
-        for name in store.list()
-        if name not in used
-        and (
-            is_data_file(name, only_rank)
-            or (only_rank is None and (is_rank_metadata(name) or is_leftover(name)))
-        )
-    ]
     try:
-        store.delete(doomed)
+        used = file_names(metadata)
+        store.delete(
+            name
+            for name in store.list()
+            if name not in used
+            and (
+                is_data_file(name, only_rank)
+                or (only_rank is None and (is_rank_metadata(name) or is_leftover(name)))
+            )
+        )
     except (OSError, StorageError) as error:
         logger.warning("%s: files of an earlier save could not be removed: %s", store.url, error)
+
+
+def discard_uncommitted(store: ByteStore, metadata: Metadata, *, rank: int | None) -> None:
+    """After a commit that failed: remove the files of that save, unless it was committed after all.
+
+    The step that failed may have been the last one, which makes the new name durable.
+    """
+    assert metadata.storage_meta is not None
+    try:
+        there = read_metadata_file(store, rank=rank).storage_meta
+    except (CheckpointError, OSError):
+        there = None
+    if there is None or there.save_id != metadata.storage_meta.save_id:
+        _delete_quietly(store, file_names(metadata))
+
+
+def _delete_quietly(store: ByteStore, names: Iterable[str]) -> None:
+    """Make room after a failure, which is already on its way to the caller."""
+    try:
+        store.delete(names)
+    except (OSError, StorageError) as error:
+        logger.warning("%s: files of a failed save could not be removed: %s", store.url, error)

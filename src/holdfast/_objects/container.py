@@ -1,0 +1,58 @@
+"""The container that torch.save makes, opened without believing it: records are stored, never compressed."""
+
+import io
+import zipfile
+from collections.abc import Callable
+
+from holdfast.errors import IntegrityError
+
+__all__ = ["pickle_record", "read_storages", "refuse_compressed"]
+
+
+def pickle_record(stream: io.BytesIO) -> bytes | None:
+    """The pickle in the container, or None if this is not the container that torch.save makes today."""
+    stream.seek(0)
+    if not zipfile.is_zipfile(stream):
+        stream.seek(0)
+        return None
+    with zipfile.ZipFile(stream) as archive:
+        names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        return _read(archive, names[0]) if len(names) == 1 else None
+
+
+def read_storages(stream: io.BytesIO) -> Callable[[str], bytearray]:
+    """Gives the bytes of a storage of the container by its key."""
+
+    def read(key: str) -> bytearray:
+        stream.seek(0)
+        with zipfile.ZipFile(stream) as archive:
+            names = [name for name in archive.namelist() if name.endswith(f"/data/{key}")]
+            if len(names) != 1:
+                raise IntegrityError(f"the container has no storage {key!r}")
+            return bytearray(_read(archive, names[0]))
+
+    return read
+
+
+def _read(archive: zipfile.ZipFile, name: str) -> bytes:
+    _refuse(archive.getinfo(name))
+    return archive.read(name)
+
+
+def refuse_compressed(stream: io.BytesIO) -> None:
+    """Raise if a record of the container is compressed: a few bytes of it could be gigabytes.
+
+    Raises:
+        IntegrityError: One is.
+    """
+    stream.seek(0)
+    if zipfile.is_zipfile(stream):
+        with zipfile.ZipFile(stream) as archive:
+            for info in archive.infolist():
+                _refuse(info)
+    stream.seek(0)
+
+
+def _refuse(info: zipfile.ZipInfo) -> None:
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise IntegrityError(f"the record {info.filename} is compressed, which torch.save never does")
