@@ -112,8 +112,10 @@ def _explaining(key: str) -> Iterator[None]:
             key=key,
             found=str(refused),
         ) from None
-    except (IntegrityError, MemoryError):
+    except IntegrityError:
         raise
+    except MemoryError as error:
+        raise IntegrityError(f"{key}: the stored object asks for too much memory", key=key) from error
     except Exception as error:
         raise IntegrityError(f"{key}: the stored object cannot be read: {error}", key=key) from error
 
