@@ -118,35 +118,25 @@ class Manifest(msgspec.Struct, kw_only=True):
 
     def items(self) -> Iterator[Item]:
         """Every item, in the order of the keys and, within a key, of its chunks."""
+        return map(Item, *self.item_columns())
+
+    def item_columns(self) -> list[Iterable[Any]]:
+        """The fields of all items, field by field in the order of :class:`Item`."""
         # An item without transforms says so by having no descriptors, as torch does.
         descriptors = [tuple(stack) or None for stack in self.transforms]
-        names, checksums, at = self.file_names, self.checksums, 0
-        for row in zip(
-            ints(self.item_files, "I").tolist(),
-            ints(self.item_offsets, "q").tolist(),
-            ints(self.item_nbytes, "q").tolist(),
-            ints(self.item_transforms, "I").tolist(),
-            ints(self.item_payload_offsets, "q").tolist(),
-            ints(self.item_payload_nbytes, "q").tolist(),
-            ints(self.item_raw_nbytes, "q").tolist(),
-            ints(self.item_blocks, "I").tolist(),
-            ints(self.item_wrap_checksums, "I").tolist(),
-            strict=True,
-        ):
-            file, offset, nbytes, transform, payload_offset, payload_nbytes, raw_nbytes, blocks, wrap = row
-            end = at + 4 * blocks
-            yield Item(
-                names[file],
-                offset,
-                nbytes,
-                descriptors[transform],
-                payload_offset,
-                payload_nbytes,
-                raw_nbytes,
-                checksums[at:end],
-                wrap,
-            )
-            at = end
+        ends = itertools.accumulate(4 * blocks for blocks in ints(self.item_blocks, "I"))
+        starts_and_ends = itertools.pairwise(itertools.chain([0], ends))
+        return [
+            map(self.file_names.__getitem__, ints(self.item_files, "I")),
+            ints(self.item_offsets, "q"),
+            ints(self.item_nbytes, "q"),
+            map(descriptors.__getitem__, ints(self.item_transforms, "I")),
+            ints(self.item_payload_offsets, "q"),
+            ints(self.item_payload_nbytes, "q"),
+            ints(self.item_raw_nbytes, "q"),
+            (self.checksums[start:end] for start, end in starts_and_ends),
+            ints(self.item_wrap_checksums, "I"),
+        ]
 
 
 def ints(column: bytes, typecode: Literal["q", "I", "B"]) -> "memoryview[int]":

@@ -1,6 +1,7 @@
 """Between ``Metadata`` and the bytes of ``.metadata``: what a commit writes and a reader makes of it."""
 
 import functools
+import itertools
 import pickle
 import time
 from collections.abc import Iterable, Iterator
@@ -221,16 +222,17 @@ def _from_manifest(manifest: Manifest, path: str, *, allow_pickle: bool) -> Meta
     # Objects have nothing to tell; filling all keys with one keeps the keys' order.
     entries: dict[str, STORAGE_TYPES] = dict.fromkeys(manifest.keys, BytesStorageMetadata())
     places: dict[MetadataIndex, StorageInfo] = {}
-    size, items = torch.Size, manifest.items()
+    size = torch.Size
+    rows = map(StorageInfo, *manifest.item_columns(), itertools.repeat(manifest.block_size))
     for key, properties, shape, chunks in manifest.entries():
         if properties is None:
-            places[MetadataIndex(key)] = StorageInfo(*next(items), manifest.block_size)
+            places[MetadataIndex(key)] = next(rows)
             continue
         boxes = []
         for number, (offsets, lengths) in enumerate(chunks):
             at = size(offsets)
             boxes.append(ChunkStorageMetadata(at, size(lengths)))
-            places[MetadataIndex(key, at, number)] = StorageInfo(*next(items), manifest.block_size)
+            places[MetadataIndex(key, at, number)] = next(rows)
         entries[key] = TensorStorageMetadata(described[properties], size(shape), boxes)
     meta = StorageMeta(manifest.checkpoint_id, manifest.save_id or None, None, list(manifest.modules))
     planner_data = _planner_data(manifest, path, allow_pickle=allow_pickle)

@@ -54,11 +54,6 @@ class ItemWriter:
         self._packed: list[Any] = []
         self._packed_nbytes = 0
 
-    @property
-    def position(self) -> int:
-        """Where the next item begins."""
-        return self.file.position + self._packed_nbytes
-
     def add(self, write_item: WriteItem, data: torch.Tensor | io.BytesIO) -> None:
         """Write one item. The data may be changed as soon as this returns."""
         if isinstance(data, torch.Tensor):
@@ -88,7 +83,7 @@ class ItemWriter:
             self.file.write(packed)
 
     def _add_small(self, write_item: WriteItem, item: ItemFrame, data: torch.Tensor | StoredObject) -> None:
-        position = self.position
+        position = self.file.position + self._packed_nbytes
         # Copied at once, so that the caller may change it.
         payload = copy_of(data) if isinstance(data, torch.Tensor) else bytes(data.payload)
         checksum = crc32(payload)

@@ -1,10 +1,9 @@
 """Writing a checkpoint into a ByteStore: all items of a plan, the commit, and the clean-up after it."""
 
-import contextlib
 import heapq
 import io
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -60,12 +59,16 @@ def write_items(
             writer = ItemWriter(file, name, transforms, copy_at_once=copy_at_once)
             for item in items:
                 cancellation.check()
-                with _naming(item.index.fqn):
+                try:
                     _add(writer, item, planner)
-            # What was buffered leaves now: any of the file's items may be the one that fails.
-            keys = [item.index.fqn for item in items]
-            with _naming(f"{keys[0]} to {keys[-1]}" if len(keys) > 1 else "".join(keys)):
+                except OSError as error:
+                    raise _naming(error, item.index.fqn) from error
+            try:
                 results = writer.finish()
+            except OSError as error:
+                # What was buffered left only now: any of the file's items may be the one that failed.
+                keys = [item.index.fqn for item in items]
+                raise _naming(error, " to ".join(dict.fromkeys([*keys[:1], *keys[-1:]]))) from error
         finished.append(name)
         return results
 
@@ -90,15 +93,11 @@ def _add(writer: ItemWriter, item: WriteItem, planner: SavePlanner) -> None:
     writer.add(item, data)
 
 
-@contextlib.contextmanager
-def _naming(what: str) -> Iterator[None]:
-    """Say what was being written: the system knows only the file."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None:
-            raise
-        raise OSError(error.errno, f"{error.strerror} (while writing {what})", error.filename) from error
+def _naming(error: OSError, what: str) -> OSError:
+    """The same error, saying what was being written: the system knows only the file."""
+    if error.errno is None:
+        return error
+    return OSError(error.errno, f"{error.strerror} (while writing {what})", error.filename)
 
 
 def _deal(items: list[WriteItem], count: int) -> list[list[WriteItem]]:
