@@ -128,6 +128,15 @@ def damage_is_noticed() -> None:
         print(f"   {type(error.__cause__).__name__}: {error.__cause__}")
     else:
         raise AssertionError("the damage was not noticed")
+    print(f"   $ holdfast verify {damaged}")
+    checked = subprocess.run(
+        [sys.executable, "-m", "holdfast.cli", "verify", str(damaged)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print("".join(f"     {line}\n" for line in (checked.stdout + checked.stderr).splitlines()), end="")
+    assert checked.returncode == 1
 
 
 def kill_overwrites() -> None:
