@@ -11,7 +11,15 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from holdfast.errors import PlanError
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex
 
-__all__ = ["find_chunk", "global_shape", "is_sharded", "is_tensor", "local_chunks", "refuse_unsavable"]
+__all__ = [
+    "find_chunk",
+    "global_shape",
+    "is_any_tensor",
+    "is_sharded",
+    "is_tensor",
+    "local_chunks",
+    "refuse_unsavable",
+]
 
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
 if hasattr(torch.nn, "Buffer"):
@@ -33,6 +41,11 @@ def is_tensor(value: Any) -> bool:
         and not value.is_quantized
         and not value.is_nested
     )
+
+
+def is_any_tensor(value: Any) -> bool:
+    """Whether a value is a tensor of any kind, however it is stored."""
+    return isinstance(value, torch.Tensor)
 
 
 def is_sharded(value: Any) -> bool:

@@ -1,0 +1,288 @@
+"""The planner that loads unless the caller brings another: into any nested state, whatever the layout."""
+
+import io
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from holdfast._objects import decode_object
+from holdfast._plan.fit import Fit, check_fit
+from holdfast._plan.items import read_items_for_object, read_items_for_tensor
+from holdfast._plan.structure import Container, Path, Slot, flatten, unflatten
+from holdfast._tensors.chunks import find_chunk, is_any_tensor
+from holdfast.errors import MetadataFormatError, UsageError
+from holdfast.metadata import (
+    STATE_DICT_TYPE,
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from holdfast.planner import LoadPlan, LoadPlanner, ReadItem
+
+__all__ = [
+    "DefaultLoadPlanner",
+    "EmptyStateDictLoadPlanner",
+    "create_default_global_load_plan",
+    "create_default_local_load_plan",
+]
+
+
+class DefaultLoadPlanner(LoadPlanner):
+    """Loads into any nested state, in place, whatever layout the checkpoint has.
+
+    Before anything is read, all that does not fit is reported together: keys, shapes, dtypes, kinds.
+
+    Args:
+        flatten_state_dict: Open nested dicts and lists as the saving planner did.
+        flatten_sharded_tensors: Accepted for compatibility; see :class:`DefaultSavePlanner`.
+        allow_partial_load: Leave alone what the checkpoint does not have, instead of raising.
+        strict: What to do with keys of the checkpoint that the state does not have. True raises; False
+            says nothing; None, the default, logs a warning where the state has the container that they
+            belong to, since then they are more likely forgotten than unwanted.
+        cast: What to do where dtypes differ. True casts whatever the difference; False raises; None, the
+            default, casts within a kind (float32 to bfloat16) with one warning that lists the keys, and
+            raises across kinds (float to int).
+        allow_pickle: Let objects be unpickled freely. That runs whatever code the checkpoint holds: only
+            for checkpoints that you would also run as a program.
+        safe_globals: Classes and functions that objects of the checkpoint may use besides the usual ones.
+    """
+
+    original_state_dict: dict[str, Any]
+    mappings: dict[str, Any]
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        allow_partial_load: bool = False,
+        *,
+        strict: bool | None = None,
+        cast: bool | None = None,
+        allow_pickle: bool = False,
+        safe_globals: Iterable[Callable[..., Any] | type] = (),
+    ) -> None:
+        self.flatten_state_dict = flatten_state_dict
+        self.flatten_sharded_tensors = flatten_sharded_tensors
+        self.allow_partial_load = allow_partial_load
+        self.strict = strict
+        self.cast = cast
+        self.allow_pickle = allow_pickle
+        self.safe_globals = tuple(safe_globals)
+        self.original_state_dict = {}
+        self.mappings = {}
+        self._slots: dict[str, Slot] = {}
+
+    def set_up_planner(
+        self,
+        state_dict: STATE_DICT_TYPE,  # type: ignore[type-arg]
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Flatten the state, and remember where each leaf stands in it."""
+        self.original_state_dict = state_dict
+        self._flatten(open_every_dict=True)
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def _flatten(self, *, open_every_dict: bool) -> None:
+        original = self.original_state_dict
+        if self.flatten_state_dict:
+            self.state_dict, self.mappings, self._slots = flatten(
+                original, is_any_tensor, open_every_dict=open_every_dict
+            )
+        else:
+            self.state_dict = original
+            self._slots = {key: (original, key) for key in original}
+
+    def create_local_plan(self) -> LoadPlan:
+        """Which boxes of which stored chunks fill this rank's part of the state."""
+        if self.metadata is None:
+            raise UsageError("the planner was set up without the checkpoint's metadata")
+        self._follow_old_keys()
+        return create_default_local_load_plan(
+            self.state_dict,
+            self.metadata,
+            strict=not self.allow_partial_load,
+            refuse_unexpected=self.strict,
+            cast=self.cast,
+        )
+
+    def _follow_old_keys(self) -> None:
+        """Use the flat keys of torch before 2.4 if the checkpoint has some that only that rule makes."""
+        assert self.metadata is not None
+        stored = self.metadata.state_dict_metadata
+        if not self.flatten_state_dict or not stored.keys() - self.state_dict.keys():
+            return
+        now = (self.state_dict, self.mappings, self._slots)
+        self._flatten(open_every_dict=False)
+        if not (self.state_dict.keys() - now[0].keys()) & stored.keys():
+            self.state_dict, self.mappings, self._slots = now
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Each rank reads what it needs."""
+        return create_default_global_load_plan(global_plan)
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Give memory to tensors on the meta device; nothing has been changed before this."""
+        for item in central_plan.items:
+            value = self.state_dict[item.dest_index.fqn]
+            if type(value) in _MADE_ANEW and value.is_meta:
+                self.put(item.dest_index.fqn, torch.empty_like(value, device=_home_device()))
+        return central_plan
+
+    def put(self, key: str, value: Any) -> None:
+        """Replace a value of the state: an object that was loaded, or a tensor that got its memory.
+
+        For subclasses to extend, if the state that they show is not the one that the caller has.
+        """
+        self.state_dict[key] = value
+        container, slot = self._slots.get(key, (self.state_dict, key))
+        container[slot] = value
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Decode an object and put it where it stood in the state."""
+        key = read_item.dest_index.fqn
+        self.put(
+            key,
+            decode_object(key, value, allow_pickle=self.allow_pickle, safe_globals=self.safe_globals),
+        )
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The box of the state's own memory that the item fills."""
+        return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Nothing to do: ``resolve_tensor`` gave the state's own memory."""
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """The tensor, or the local chunk of it, that ``index`` names. For subclasses to extend."""
+        return find_chunk(self.state_dict[index.fqn], index)
+
+    def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
+        """Narrow the tensor to the box that the item fills. For subclasses to extend."""
+        if tensor.shape == read_item.lengths:
+            return tensor
+        for dimension, (start, length) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
+            tensor = tensor.narrow(dimension, start, length)
+        return tensor
+
+
+_MADE_ANEW = {torch.Tensor, torch.nn.Parameter}
+
+
+def _home_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _memory_for(key: str, entry: TensorStorageMetadata, places: Any) -> torch.Tensor:
+    """Memory for a whole tensor, unless what is stored of it is too little to fill it."""
+    nbytes = entry.size.numel() * entry.properties.dtype.itemsize
+    found = [
+        places[index] for chunk in entry.chunks if (index := MetadataIndex(key, chunk.offsets)) in places
+    ]
+    if not any(place.transform_descriptors for place in found) and sum(p.length for p in found) < nbytes:
+        raise MetadataFormatError(
+            f"{key}: a tensor of shape {tuple(entry.size)} takes {nbytes} bytes, but fewer are stored",
+            key=key,
+        )
+    return torch.empty(entry.size, dtype=entry.properties.dtype)
+
+
+class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
+    """Loads a checkpoint without a state to load into: builds the nested state from the checkpoint.
+
+    The ``state_dict`` given to ``load`` must be empty; it is filled. Every tensor is held whole by this
+    process.
+
+    Args:
+        keys: Load only these flat keys, and whatever is below these names. None for everything.
+        *args: As for :class:`DefaultLoadPlanner`.
+        **kwargs: As for :class:`DefaultLoadPlanner`.
+    """
+
+    def __init__(self, keys: Iterable[str] | None = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.keys = None if keys is None else set(keys)
+
+    def set_up_planner(
+        self,
+        state_dict: STATE_DICT_TYPE,  # type: ignore[type-arg]
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Build the state, with memory for every tensor."""
+        if state_dict:
+            raise UsageError("the state to load into must be empty: it is built from the checkpoint")
+        if metadata is None:
+            raise UsageError("the planner was set up without the checkpoint's metadata")
+        paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        leaves = {
+            key: _memory_for(key, entry, metadata.storage_data)
+            if isinstance(entry, TensorStorageMetadata)
+            else entry
+            for key, entry in metadata.state_dict_metadata.items()
+            if self.keys is None or self._is_wanted(key, paths.get(key, (key,)))
+        }
+        state_dict.update(unflatten(leaves, paths, self._wanted_containers(leaves, paths)))
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        if self.keys is not None and self.strict is None:
+            self.strict = False
+
+    def _wanted_containers(self, leaves: dict[str, Any], paths: dict[str, Path]) -> dict[Path, Container]:
+        containers: dict[Path, Container] = getattr(paths, "containers", {})
+        if self.keys is None:
+            return containers
+        above = {path[:depth] for key in leaves if (path := paths.get(key)) for depth in range(len(path))}
+        return {
+            path: container
+            for path, container in containers.items()
+            if path in above or self._is_wanted(".".join(map(str, path)), path)
+        }
+
+    def _is_wanted(self, key: str, path: tuple[Any, ...]) -> bool:
+        assert self.keys is not None
+        names = {".".join(map(str, path[:depth])) for depth in range(1, len(path) + 1)}
+        return key in self.keys or not names.isdisjoint(self.keys)
+
+
+def create_default_local_load_plan(
+    state_dict: dict[str, Any],
+    metadata: Metadata,
+    strict: bool = True,
+    *,
+    refuse_unexpected: bool | None = False,
+    cast: bool | None = None,
+) -> LoadPlan:
+    """What one rank must read to fill a flat state.
+
+    Args:
+        state_dict: The flat state.
+        metadata: The checkpoint's metadata.
+        strict: Raise if the checkpoint lacks a key of the state; False leaves that key out.
+        refuse_unexpected: As ``strict`` of :class:`DefaultLoadPlanner`.
+        cast: As for :class:`DefaultLoadPlanner`.
+
+    Raises:
+        PlanError: Something does not fit; the error lists everything that does not.
+    """
+    fit = Fit(allow_missing=not strict, refuse_unexpected=refuse_unexpected, cast=cast)
+    wanted = check_fit(state_dict, metadata, fit)
+    items: list[ReadItem] = []
+    for key in wanted:
+        entry = metadata.state_dict_metadata[key]
+        if isinstance(entry, BytesStorageMetadata):
+            items += read_items_for_object(key)
+        else:
+            items += read_items_for_tensor(key, entry, state_dict[key])
+    return LoadPlan(items)
+
+
+def create_default_global_load_plan(all_plans: list[LoadPlan]) -> list[LoadPlan]:
+    """Loading needs no decision for all ranks: the plans as they are."""
+    return all_plans

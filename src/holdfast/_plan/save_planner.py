@@ -1,0 +1,154 @@
+"""The planner that saves unless the caller brings another: any nested state, each value once, exactly."""
+
+import dataclasses
+import io
+import warnings
+from typing import Any
+
+import torch
+
+from holdfast._objects import encode_object
+from holdfast._plan.cache import PlanCache
+from holdfast._plan.items import write_items
+from holdfast._plan.merge import assign_writers, describe, find_problems
+from holdfast._plan.structure import Structure, flatten
+from holdfast._tensors.chunks import find_chunk, is_any_tensor, is_tensor
+from holdfast.errors import InvalidPlanError
+from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, StorageMeta
+from holdfast.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+
+__all__ = [
+    "DefaultSavePlanner",
+    "create_default_global_save_plan",
+    "create_default_local_save_plan",
+]
+
+
+class DefaultSavePlanner(SavePlanner):
+    """Saves any nested state, each value exactly once, exactly.
+
+    Args:
+        flatten_state_dict: Open nested dicts, and lists that hold tensors, so that each tensor is stored
+            on its own. Without it only top-level tensors are, and everything else is one object.
+        flatten_sharded_tensors: Accepted for compatibility: shards are always stored as chunks of their
+            tensor.
+        dedup_replicated_tensors: Deprecated and without effect: what several ranks hold is always
+            written once.
+        dedup_save_to_lowest_rank: Let the lowest rank that holds a replicated value write it, instead of
+            spreading the work over the ranks.
+        enable_plan_caching: Plan once, and use the plan again while nothing that it depends on changes.
+    """
+
+    mappings: dict[str, Any]
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        dedup_replicated_tensors: bool | None = None,
+        dedup_save_to_lowest_rank: bool = False,
+        enable_plan_caching: bool = False,
+    ) -> None:
+        if dedup_replicated_tensors is not None:
+            warnings.warn(
+                "dedup_replicated_tensors has no effect: replicated values are always written once. "
+                "Leave the argument out.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+        self.flatten_state_dict = flatten_state_dict
+        self.flatten_sharded_tensors = flatten_sharded_tensors
+        self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
+        self.mappings = {}
+        self._enable_plan_caching = enable_plan_caching
+        self._cached_plans_key: str = type(self).__name__
+        self._cache = PlanCache(self._cached_plans_key)
+
+    def set_up_planner(
+        self,
+        state_dict: STATE_DICT_TYPE,  # type: ignore[type-arg]
+        storage_meta: StorageMeta | None = None,  # noqa: ARG002 - for subclasses
+        is_coordinator: bool = False,
+    ) -> None:
+        """Flatten the state."""
+        if self.flatten_state_dict:
+            state_dict, self.mappings, _ = flatten(state_dict, is_any_tensor)
+        self.state_dict = state_dict
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        """One item for each tensor or chunk and each other value of this rank."""
+        plan = create_default_local_save_plan(self.state_dict, self.is_coordinator)
+        if self.flatten_state_dict:
+            plan = dataclasses.replace(plan, planner_data=self.mappings)
+        self.plan = plan
+        if self._enable_plan_caching:
+            self._cache = PlanCache(self._cached_plans_key)
+            return self._cache.offer(plan)
+        return plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Give each value to one rank, describe the whole, and check that nothing overlaps or is left out."""
+        if self._enable_plan_caching:
+            answers, self.global_plan, self.metadata = self._cache.merge(all_plans, self._merge)
+            return answers, self.metadata
+        self.global_plan, self.metadata = self._merge(all_plans)
+        return self.global_plan, self.metadata
+
+    def _merge(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans = assign_writers(all_plans, lowest_rank=self.dedup_save_to_lowest_rank)
+        plans, metadata = create_default_global_save_plan(plans)
+        if self.flatten_state_dict:
+            merged = Structure()
+            for plan in plans:
+                merged.merge({} if plan.planner_data is None else plan.planner_data)
+            metadata = dataclasses.replace(metadata, planner_data=merged)
+        # A single rank may save its own shards alone: then the rest of the tensor is not its affair.
+        problems = find_problems(metadata, whole=len(all_plans) > 1)
+        if problems:
+            raise InvalidPlanError("Failed to validate global plan: " + "; ".join(problems[:16]))
+        return plans, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Take the coordinator's plan, or the cached one if it says that nothing changed."""
+        if self._enable_plan_caching:
+            new_plan = self._cache.finish(new_plan)
+        self.plan = new_plan
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The tensor itself, or the object in the form that it is stored in."""
+        data: torch.Tensor | io.BytesIO
+        data = self.transform_object(write_item, self.lookup_object(write_item.index))
+        return data
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The value that ``index`` names; for a sharded tensor the local chunk. For subclasses to extend."""
+        value = self.state_dict[index.fqn]
+        return find_chunk(value, index) if is_tensor(value) else value
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """Bring a value into the form that is stored. For subclasses to extend."""
+        if write_item.type == WriteItemType.BYTE_IO:
+            return encode_object(write_item.index.fqn, object)
+        return object
+
+
+def create_default_local_save_plan(state_dict: dict[str, Any], is_coordinator: bool) -> SavePlan:  # noqa: ARG001
+    """What one rank offers to write: an item for each tensor, chunk and other value of a flat state.
+
+    Values that are the same on every rank are offered by every rank; the global plan keeps one of them.
+    """
+    return SavePlan([item for key, value in state_dict.items() for item in write_items(key, value)])
+
+
+def create_default_global_save_plan(
+    all_plans: list[SavePlan], rewrite_index_hints: bool = True
+) -> tuple[list[SavePlan], Metadata]:
+    """Describe what the plans write, which must name each item once.
+
+    Args:
+        all_plans: The plans in rank order.
+        rewrite_index_hints: Put each chunk's place in the metadata into its item's name, as a hint.
+    """
+    return describe(all_plans, rewrite_hints=rewrite_index_hints)
