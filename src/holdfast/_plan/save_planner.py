@@ -106,7 +106,7 @@ class DefaultSavePlanner(SavePlanner):
         # A single rank may save its own shards alone: then the rest of the tensor is not its affair.
         problems = find_problems(metadata, whole=len(all_plans) > 1)
         if problems:
-            raise InvalidPlanError("Failed to validate global plan: " + "; ".join(problems[:16]))
+            raise InvalidPlanError("the global plan is not valid: " + "; ".join(problems[:16]))
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
