@@ -240,7 +240,7 @@ class FileSystemReader(StorageReader):
         _extension_registry: Knows stream transforms besides the built-in ones.
         thread_count: How many threads read.
         memory_budget: The most bytes of memory taken besides the state.
-        verify: Compare checksums. False saves about a tenth of the time and finds no damage.
+        verify: Compare checksums. False finds no damage.
         allow_pickle: Let planner data in the metadata be unpickled freely, running what code it holds.
     """
 

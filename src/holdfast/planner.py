@@ -55,7 +55,7 @@ class BytesIOWriteData:
 
 
 # The records that a plan has one of for each tensor write their instance's dict themselves: a frozen
-# dataclass's own __init__ goes through object.__setattr__ and takes three times as long, which counts at a
+# dataclass's own __init__ goes through object.__setattr__ and takes twice as long, which counts at a
 # million chunks.
 
 

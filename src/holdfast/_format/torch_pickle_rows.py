@@ -107,7 +107,7 @@ class Rows:
         return self._readers[record](match, pos)
 
     def _learn(self, record: Record, pos: int) -> _Match | None:
-        # Making the expressions takes a millisecond: not worth it for a small file.
+        # Making the expressions takes time of its own: not worth it for a small file.
         seen = self._seen.get(record)
         if seen is None or seen > _LAST_LESSON:
             return None

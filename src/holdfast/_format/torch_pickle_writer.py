@@ -40,7 +40,7 @@ def write_torch_metadata(
     Args:
         entries: Flat names in the order that ``state_dict_metadata`` is to have, each with its tensor; None
             or a ``TorchObject`` for anything else. A plain tuple of properties, shape and chunks will do.
-        storage: One row per chunk and object. Descriptors make the row unreadable to torch before 2.7.
+        storage: One row per chunk and object. Torch 2.6, which has no transforms, cannot read a row with descriptors.
         planner_data: None, bool, int, float, str, bytes, bytearray, and dict, OrderedDict, list, tuple, set
             and frozenset of them. Subclasses of str, dict, list and tuple are written as these.
         checkpoint_id: For people who look into the file; torch does not use it.
@@ -161,7 +161,7 @@ def _storage_rows(emit: Emitter, rows: Iterable[StorageRow]) -> Iterator[bytes]:
             info_class,
         )
         if descriptors:
-            # torch before 2.7 has no such parameter, but takes the state.
+            # torch 2.6 has no such parameter, but takes the state.
             fields = {"relative_path": path, "offset": offset, "length": nbytes}
             info = (b")\x81", emit.plain({**fields, "transform_descriptors": list(descriptors)}), b"b")
         else:
