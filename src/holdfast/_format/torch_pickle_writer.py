@@ -40,7 +40,7 @@ def write_torch_metadata(
     Args:
         entries: Flat names in the order that ``state_dict_metadata`` is to have, each with its tensor; None
             or a ``TorchObject`` for anything else. A plain tuple of properties, shape and chunks will do.
-        storage: One row per chunk and object. Torch 2.6, which has no transforms, cannot read a row with descriptors.
+        storage: One row per chunk and object. Torch 2.6 cannot read rows with descriptors.
         planner_data: None, bool, int, float, str, bytes, bytearray, and dict, OrderedDict, list, tuple, set
             and frozenset of them. Subclasses of str, dict, list and tuple are written as these.
         checkpoint_id: For people who look into the file; torch does not use it.

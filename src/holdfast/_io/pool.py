@@ -53,7 +53,7 @@ class Cancellation:
 class Worker:
     """A thread whose end can be waited for even while interrupts come.
 
-    ``Thread.join`` cannot: a join that is interrupted (seen on Python 3.11) marks the thread as ended while it
+    ``Thread.join`` cannot: one that is interrupted (seen on Python 3.11) marks the thread as ended while it
     still runs, so that a later join returns at once.
 
     Args:
