@@ -1,5 +1,4 @@
-import time
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -7,14 +6,11 @@ from hypothesis import strategies as st
 
 from holdfast._geometry import (
     Box,
-    byte_runs,
     check_cover,
     contains,
     cover_of,
     intersect,
-    plan_reads,
     row_major_strides,
-    run_shape,
     volume,
 )
 
@@ -203,67 +199,11 @@ def grid(rows: int, columns: int, height: int, width: int) -> tuple[tuple[int, i
     ("rows", "columns", "height", "width"),
     [(4096, 1, 1, 100_000), (1, 4096, 100_000, 1), (64, 64, 3, 7), (4096, 1, 100, 2), (1, 4096, 2, 100)],
 )
-def test_4096_shards_are_checked_in_well_under_quadratic_time(
+def test_a_fault_among_4096_shards_is_found_in_any_orientation(
     rows: int, columns: int, height: int, width: int
 ) -> None:
     shape, boxes = grid(rows, columns, height, width)
-    began = time.perf_counter()
     assert check_cover(shape, boxes) == []
-    # 2 to 4 ms where 8 million pairs would take 8 s.
-    assert time.perf_counter() - began < 1
     (gap,) = check_cover(shape, boxes[:2000] + boxes[2001:])
     assert gap.place == boxes[2000]
     assert [p.indices for p in check_cover(shape, [*boxes, boxes[7]])] == [(7, 4096)]
-
-
-@given(shapes_with_boxes(), st.integers(1, 4))
-@settings(max_examples=300)
-def test_byte_runs_are_the_boxes_bytes_in_order_and_never_touch(
-    case: tuple[tuple[int, ...], list[Box]], itemsize: int
-) -> None:
-    shape, boxes = case
-    strides = row_major_strides(shape)
-    for box in boxes:
-        runs = list(byte_runs(shape, itemsize, box.offsets, box.lengths))
-        firsts = sorted(sum(p * s for p, s in zip(place, strides, strict=True)) for place in places(box))
-        wanted = [first * itemsize + i for first in firsts for i in range(itemsize)]
-        assert [start + i for start, nbytes in runs for i in range(nbytes)] == wanted
-        assert all(a + n < b for (a, n), (b, _) in pairwise(runs))
-        assert run_shape(shape, itemsize, box.offsets, box.lengths).number == len(runs)
-
-
-def test_run_shape_merges_full_trailing_dimensions_and_skips_those_of_one_element() -> None:
-    assert run_shape((8, 4, 5), 2, (2, 0, 0), (3, 4, 5)) == (80, 120, (), ())
-    assert run_shape((8, 4, 5), 2, (2, 1, 0), (3, 2, 5)) == (90, 20, (3,), (40,))
-    assert run_shape((8, 4, 5), 2, (2, 1, 3), (3, 1, 2)) == (96, 4, (3,), (40,))
-    assert run_shape((), 8, (), ()) == (0, 8, (), ())
-    huge = run_shape((2**20, 2**20), 4, (0, 5), (2**20, 1))
-    assert (huge.number, huge.nbytes) == (2**20, 4)
-
-
-def test_reads_bridge_small_gaps_only_and_stay_within_the_largest_request() -> None:
-    requests = list(plan_reads([(0, 10), (15, 5), (40, 10), (50, 30)], max_gap=5, max_request=20))
-    assert [(r.start, r.nbytes) for r in requests] == [(0, 20), (40, 10), (50, 20), (70, 10)]
-    assert [[s.run for s in r.spans] for r in requests] == [[0, 1], [2], [3], [3]]
-    assert list(plan_reads([])) == []
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 30)), max_size=12).map(sorted),
-    st.integers(0, 10),
-    st.integers(1, 40),
-)
-@settings(max_examples=400)
-def test_every_byte_of_every_run_is_read_exactly_once_for_it(
-    runs: list[tuple[int, int]], max_gap: int, max_request: int
-) -> None:
-    pieces: dict[int, list[int]] = {i: [] for i in range(len(runs))}
-    for request in plan_reads(runs, max_gap=max_gap, max_request=max_request):
-        assert 0 < request.nbytes <= max_request
-        needed = {b for span in request.spans for b in range(span.start, span.start + span.nbytes)}
-        assert {request.start, request.start + request.nbytes - 1} <= needed
-        assert needed <= set(range(request.start, request.start + request.nbytes))
-        for span in request.spans:
-            assert span.start == runs[span.run][0] + span.skip
-            pieces[span.run].extend(range(span.start, span.start + span.nbytes))
-    assert pieces == {i: list(range(start, start + n)) for i, (start, n) in enumerate(runs)}

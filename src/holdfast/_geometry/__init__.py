@@ -1,4 +1,4 @@
-"""Owns boxes in row-major arrays: where they meet, what they cover, and which bytes they are.
+"""Owns boxes in row-major arrays: where they meet and what they cover.
 
 A box is a place (``offsets``) and an extent (``lengths``), one number per dimension. A box without
 dimensions is a scalar: one element. A box with a length of 0 is legal and holds nothing. Everything here
@@ -7,21 +7,14 @@ is integers and tuples; no array is ever made.
 
 from holdfast._geometry.boxes import Box, contains, intersect, row_major_strides, volume
 from holdfast._geometry.cover import CoverProblem, check_cover, cover_of
-from holdfast._geometry.runs import ReadRequest, RunShape, Span, byte_runs, plan_reads, run_shape
 
 __all__ = [
     "Box",
     "CoverProblem",
-    "ReadRequest",
-    "RunShape",
-    "Span",
-    "byte_runs",
     "check_cover",
     "contains",
     "cover_of",
     "intersect",
-    "plan_reads",
     "row_major_strides",
-    "run_shape",
     "volume",
 ]

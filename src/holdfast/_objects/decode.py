@@ -18,7 +18,7 @@ from holdfast._objects.stored import LoadedObject
 from holdfast._objects.tensors import STORAGE_DTYPES, StorageName, rebuild_tensor, storage_of
 from holdfast.errors import IntegrityError, UnsafeMetadataError
 
-__all__ = ["decode_object", "is_bytearray", "unpickle_data"]
+__all__ = ["decode_object", "is_bytearray"]
 
 # How a pickle of nothing but bytes begins; their length follows.
 _BYTES, _BYTEARRAY = b"\x80\x04\x8e", b"\x80\x05\x96"
@@ -72,12 +72,6 @@ def decode_object(
 def is_bytearray(head: bytes) -> bool:
     """Whether a container of ours, which begins like this, has the content of a bytearray in it."""
     return head[-11:-8] == _BYTEARRAY
-
-
-def unpickle_data(pickled: bytes, name: str, *, allow_pickle: bool = False) -> Any:
-    """Read a pickle of data types; ``name`` says in messages what it is."""
-    with _explaining(name):
-        return pickle.loads(pickled) if allow_pickle else _unpickle(pickled, ())
 
 
 def _unpickle(pickled: bytes, safe_globals: Sequence[Callable[..., Any] | type]) -> Any:

@@ -20,11 +20,10 @@ from holdfast._format.manifest import (
     encode,
 )
 from holdfast._format.paths import decode_containers, decode_paths, encode_containers, encode_paths
-from holdfast._format.torch_pickle import read_torch_metadata
+from holdfast._format.torch_pickle import read_plain_pickle, read_torch_metadata
 from holdfast._format.torch_pickle_records import TorchMetadata, TorchProperties, TorchTensor
 from holdfast._format.torch_pickle_writer import write_torch_metadata
 from holdfast._io.blocks import BLOCK_SIZE
-from holdfast._objects import unpickle_data
 from holdfast._plan.structure import Container, Path, Structure
 from holdfast._storage.record import StorageInfo
 from holdfast._version import __version__
@@ -242,8 +241,10 @@ def _from_manifest(manifest: Manifest, path: str, *, allow_pickle: bool) -> Meta
 def _planner_data(manifest: Manifest, path: str, *, allow_pickle: bool) -> Any:
     extra: Any = None
     if manifest.planner_pickle is not None:
-        extra = unpickle_data(
-            manifest.planner_pickle, f"the planner's data in {path}", allow_pickle=allow_pickle
+        extra = (
+            pickle.loads(manifest.planner_pickle)
+            if allow_pickle
+            else read_plain_pickle(manifest.planner_pickle, path=path)
         )
     if not manifest.paths and not manifest.containers:
         return extra
