@@ -19,6 +19,7 @@ from torch.futures import Future
 from holdfast import metadata as our_metadata_module
 from holdfast import planner as our_planner_module
 from holdfast import storage as our_storage_module
+from holdfast._deferred import DeferredDict, DeferredList
 from holdfast._format.typed_key import TypedKey
 from holdfast.metadata import Metadata, StorageMeta
 from holdfast.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
@@ -94,21 +95,28 @@ def to_ours(value: Any) -> Any:
 
 def to_torch(value: Any) -> Any:
     """A record of ours, with all records in it, as torch's."""
-    return _convert(value, _current_tables()[1])
+    return _convert(value, _current_tables()[1], opening=True)
 
 
-def _convert(value: Any, table: dict[type, type]) -> Any:
+def _convert(value: Any, table: dict[type, type], *, opening: bool = False) -> Any:
+    """Replace records by those of the other side; what only we defer is ours already, unless ``opening``."""
     kind = type(value)
-    if kind is list:
-        return [_convert(entry, table) for entry in value]
-    if kind is dict:
-        return {_convert(key, table): _convert(entry, table) for key, entry in value.items()}
+    if kind is list or (opening and isinstance(value, DeferredList)):
+        return [_convert(entry, table, opening=opening) for entry in value]
+    if kind is dict or (opening and isinstance(value, DeferredDict)):
+        return {
+            _convert(key, table, opening=opening): _convert(entry, table, opening=opening)
+            for key, entry in value.items()
+        }
     made = table.get(kind)
     if made is None:
         return value
     if issubclass(kind, enum.Enum):
         return made[value.name]  # type: ignore[index]
-    fields = {field.name: _convert(getattr(value, field.name), table) for field in dataclasses.fields(value)}
+    fields = {
+        field.name: _convert(getattr(value, field.name), table, opening=opening)
+        for field in dataclasses.fields(value)
+    }
     return made(**fields)
 
 

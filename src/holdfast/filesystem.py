@@ -14,8 +14,11 @@ from holdfast._foreign import called_by_torch, our_load_planner, our_save_planne
 from holdfast._format.metadata_file import FILE_NAME
 from holdfast._io.local import LocalStore
 from holdfast._io.store import ByteStore
-from holdfast._storage.commit import VERSION
+from holdfast._plan.entries import directory_of
+from holdfast._storage.metadata_writing import VERSION, make_manifest
 from holdfast._storage.reading import read_items, read_metadata_file
+from holdfast._storage.results import result_columns
+from holdfast._storage.shelf import Places, Shelf
 from holdfast._storage.writing import (
     commit,
     discard_uncommitted,
@@ -191,28 +194,28 @@ class FileSystemWriter(StorageWriter):
         """Commit, then remove what the checkpoint does not use."""
         ours: Metadata = to_ours(metadata)
         ours.version = VERSION
-        ours.storage_data = {
-            to_ours(result.index): result.storage_data for of_rank in results for result in of_rank
-        }
         ours.storage_meta = self.storage_meta()
-        if ours is not metadata:
-            theirs = to_torch(ours)
-            metadata.version, metadata.storage_meta = theirs.version, theirs.storage_meta
-            metadata.storage_data = theirs.storage_data
+        columns = [part for of_rank in results for part in result_columns(to_ours(of_rank))]
+        manifest = make_manifest(ours, columns, world_size=self._world_size)
+        ours.storage_data = Places(Shelf(manifest, directory_of(ours)))
         store, rank = self._store(), self._own_rank
         try:
             commit(
                 store,
                 ours,
+                manifest,
                 name=FILE_NAME if rank is None else f"__{rank}{FILE_NAME}",
-                world_size=self._world_size,
                 durable=self.sync_files,
                 torch_compatible=self.torch_compatible,
             )
         except BaseException:
-            discard_uncommitted(store, ours, rank=rank)
+            discard_uncommitted(store, manifest, rank=rank)
             raise
-        remove_unreferenced(store, ours, only_rank=rank)
+        remove_unreferenced(store, manifest, only_rank=rank)
+        if ours is not metadata:
+            theirs = to_torch(ours)
+            metadata.version, metadata.storage_meta = theirs.version, theirs.storage_meta
+            metadata.storage_data = theirs.storage_data
 
     def storage_meta(self) -> StorageMeta | None:
         """The folder and the save's own id."""

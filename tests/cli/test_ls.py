@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.torch_pickles import write_torch_metadata
 
 import holdfast as hf
 from holdfast._format.inventory import StoredObject
 from holdfast._format.torch_pickle_records import TorchProperties, TorchTensor
-from holdfast._format.torch_pickle_writer import write_torch_metadata
 from holdfast._format.typed_key import TypedKey
 from holdfast.cli.tree import branches, make_tree
 

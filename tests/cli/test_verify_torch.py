@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.torch_pickles import write_torch_metadata
 from torch.distributed.checkpoint import state_dict_saver as stock
 
 from holdfast._format.torch_pickle_records import TorchProperties, TorchTensor
-from holdfast._format.torch_pickle_writer import write_torch_metadata
 
 Command = Callable[..., Any]
 Copy = Callable[[str], Path]

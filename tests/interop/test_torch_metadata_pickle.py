@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.torch_pickles import write_torch_metadata
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.metadata import (
@@ -37,7 +38,6 @@ from holdfast._format.torch_pickle_records import (
     TorchStorageMeta,
     TorchTensor,
 )
-from holdfast._format.torch_pickle_writer import write_torch_metadata
 from holdfast.errors import IntegrityError, UnsafeMetadataError
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -4,13 +4,13 @@ import subprocess
 import sys
 
 import pytest
+from tests.torch_pickles import write_torch_metadata
 
 from holdfast._format import metadata_file
 from holdfast._format.inventory import Inventory, StoredObject, StoredTensor, read_inventory
 from holdfast._format.manifest import Manifest, column, encode
 from holdfast._format.metadata_file import MARK
 from holdfast._format.torch_pickle_records import TorchProperties, TorchTensor
-from holdfast._format.torch_pickle_writer import write_torch_metadata
 from holdfast._format.typed_key import TypedKey
 from holdfast.errors import MetadataFormatError
 

@@ -164,7 +164,7 @@ def test_every_single_flipped_byte_of_the_file_is_noticed(content: bytes) -> Non
 
 
 def read_back(data: bytes) -> Any:
-    from holdfast._storage.commit import load_metadata  # noqa: PLC0415 - torch is not needed above
+    from holdfast._storage.metadata_reading import load_metadata  # noqa: PLC0415 - torch is not needed above
 
     return load_metadata(data, path="f")
 

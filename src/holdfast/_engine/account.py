@@ -3,32 +3,56 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from holdfast._plan.write_lines import columns_of, is_open
+from holdfast._storage.results import Results
 from holdfast.errors import IncompleteWriteError
 from holdfast.planner import SavePlan
 from holdfast.storage import WriteResult
 
-__all__ = ["check_results"]
+__all__ = ["check_counts", "check_results"]
 
 
-def check_results(written: Sequence[tuple[SavePlan, Sequence[WriteResult]]]) -> None:
-    """Compare what each rank planned with what it reports.
+def check_results(plan: SavePlan, results: Sequence[WriteResult], *, rank: int) -> None:
+    """Compare what this rank planned with what its storage reports.
 
     Raises:
         IncompleteWriteError: An item has no result, two, or one that nobody planned.
     """
-    for rank, (plan, results) in enumerate(written):
-        if len(plan.items) == len(results):
-            planned = {item.index for item in plan.items}
-            if len(planned) == len(results) and planned == {result.index for result in results}:
-                continue
-        due, done = Counter(item.index for item in plan.items), Counter(r.index for r in results)
-        wrong = [*(due - done), *(done - due)]
-        names = ", ".join(sorted({index.fqn for index in wrong})[:20])
-        raise IncompleteWriteError(
-            f"rank {rank} planned {len(plan.items)} items and reports {len(results)}; they differ in: "
-            f"{names}. Nothing was committed.",
-            rank=rank,
-            key=wrong[0].fqn if wrong else None,
-            expected=len(plan.items),
-            found=len(results),
-        )
+    if isinstance(results, Results) and results.columns is not None and not is_open(plan):
+        lines, written = columns_of(plan), results.columns
+        # Sorting costs little where everything stands in its place already.
+        if lines.offsets is written.offsets and sorted(zip(lines.keys, lines.offset, strict=True)) == sorted(
+            zip(written.keys, written.offset, strict=True)
+        ):
+            return
+    due, done = Counter(item.index for item in plan.items), Counter(result.index for result in results)
+    if due == done and (not due or max(due.values()) == 1):
+        return
+    wrong = [*(due - done), *(done - due)]
+    names = ", ".join(sorted({index.fqn for index in wrong})[:20])
+    raise IncompleteWriteError(
+        f"rank {rank} planned {len(plan.items)} items and reports {len(results)}; they differ in: "
+        f"{names}. Nothing was committed.",
+        rank=rank,
+        key=wrong[0].fqn if wrong else None,
+        expected=len(plan.items),
+        found=len(results),
+    )
+
+
+def check_counts(plans: Sequence[SavePlan], results: Sequence[Sequence[WriteResult]]) -> None:
+    """On the coordinator: whether each rank reports as many items as it was told to write.
+
+    Raises:
+        IncompleteWriteError: One does not.
+    """
+    for rank, (plan, written) in enumerate(zip(plans, results, strict=True)):
+        # A plan "as last time" is empty; what the rank made of it was compared there.
+        if plan.usable and len(plan.items) != len(written):
+            raise IncompleteWriteError(
+                f"rank {rank} was told to write {len(plan.items)} items and reports {len(written)}. "
+                "Nothing was committed.",
+                rank=rank,
+                expected=len(plan.items),
+                found=len(written),
+            )

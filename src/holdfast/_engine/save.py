@@ -3,7 +3,7 @@
 import inspect
 from typing import Any
 
-from holdfast._engine.account import check_results
+from holdfast._engine.account import check_counts, check_results
 from holdfast._ranks.exchange import Exchange
 from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan, SavePlanner
@@ -49,14 +49,16 @@ def run_save(
 
     plan = exchange.decide("plan", offer, merge)
 
-    def write() -> tuple[SavePlan, list[WriteResult]]:
+    def write() -> list[WriteResult]:
         final = planner.finish_plan(plan)
-        return final, writer.write_data(final, planner).wait()
+        results = writer.write_data(final, planner).wait()
+        check_results(final, results, rank=exchange.rank)
+        return results
 
-    def commit(written: list[tuple[SavePlan, list[WriteResult]]]) -> Metadata:
+    def commit(written: list[list[WriteResult]]) -> Metadata:
         assert metadata is not None
-        check_results(written)
-        writer.finish(metadata, [results for _, results in written])
+        check_counts(planned, written)
+        writer.finish(metadata, written)
         return metadata
 
     return exchange.agree("write", write, commit)

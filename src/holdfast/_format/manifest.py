@@ -1,31 +1,44 @@
-"""What a checkpoint holds: keys, chunks, items, files and checksums, as columns of plain numbers.
+"""The manifest: what a checkpoint holds, and where each item lies and how it is checked, as columns.
 
-A checkpoint may have millions of chunks. So the manifest keeps no object for a chunk: each property is one
-column, a run of little-endian integers, and a row is made when somebody asks for it. ``docs/format.md``
-describes every column.
+``docs/format.md`` describes every column.
 """
 
 import itertools
-import math
-import sys
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from operator import add, gt, ne
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Iterator
+from operator import add, gt, mul, ne
+from typing import Any, NamedTuple
 
 import msgspec
 
+from holdfast._format.description import (
+    OBJECT,
+    TENSOR,
+    Description,
+    column,
+    concatenated,
+    find_bad_box,
+    ints,
+)
 from holdfast.errors import MetadataFormatError
 
-__all__ = ["FORMAT_MAJOR", "FORMAT_MINOR", "Item", "Manifest", "decode", "encode"]
+__all__ = [
+    "FORMAT_MAJOR",
+    "FORMAT_MINOR",
+    "OBJECT",
+    "TENSOR",
+    "Item",
+    "Manifest",
+    "column",
+    "concatenated",
+    "decode",
+    "encode",
+    "ints",
+]
 
 FORMAT_MAJOR = 1
 """Raised when an older reader would misread; a reader refuses a newer one."""
 FORMAT_MINOR = 0
 """Raised when something is added that an older reader may ignore."""
-
-TENSOR, OBJECT = 0, 1
-"""The kinds of a key."""
 
 _ITEMSIZE = {"q": 8, "I": 4, "B": 1}
 
@@ -57,8 +70,8 @@ class Item(NamedTuple):
     wrap_checksum: int
 
 
-class Manifest(msgspec.Struct, kw_only=True):
-    """The whole description of a checkpoint. Columns are ``bytes``; see ``docs/format.md``."""
+class Manifest(Description, kw_only=True):
+    """Everything about a checkpoint: what it holds, and where each item lies. Columns are ``bytes``."""
 
     version: tuple[int, int] = (FORMAT_MAJOR, FORMAT_MINOR)
     save_id: str
@@ -67,18 +80,9 @@ class Manifest(msgspec.Struct, kw_only=True):
     world_size: int
     block_size: int
     checkpoint_id: str | None = None
-    modules: list[str] = []
+    modules: list[str] = msgspec.field(default_factory=list)
     file_names: list[str]
     file_nbytes: bytes
-    keys: list[str]
-    kinds: bytes
-    properties: list[tuple[str, str, bool, str, bool]]
-    tensor_properties: bytes
-    tensor_ndims: bytes
-    tensor_shapes: bytes
-    tensor_chunks: bytes
-    chunk_offsets: bytes
-    chunk_lengths: bytes
     transforms: list[list[str]]
     item_files: bytes
     item_offsets: bytes
@@ -93,28 +97,6 @@ class Manifest(msgspec.Struct, kw_only=True):
     paths: list[Any]
     containers: list[Any]
     planner_pickle: bytes | None = None
-
-    def entries(self) -> Iterator[tuple[str, int | None, list[int], list[tuple[list[int], list[int]]]]]:
-        """Each key in order: the number of its properties, its shape, its chunks (offsets, lengths).
-
-        For an object there are no properties. A key has one item for each chunk, an object has one.
-        """
-        # Lists, because making a list of a slice of one is several times as fast as of a column.
-        ndims, property_ids = iter(self.tensor_ndims), iter(ints(self.tensor_properties, "I").tolist())
-        counts = iter(ints(self.tensor_chunks, "I").tolist())
-        shapes = ints(self.tensor_shapes, "q").tolist()
-        offsets, lengths = ints(self.chunk_offsets, "q").tolist(), ints(self.chunk_lengths, "q").tolist()
-        shape_at = box_at = 0
-        for key, kind in zip(self.keys, self.kinds, strict=True):
-            if kind == OBJECT:
-                yield key, None, [], []
-                continue
-            ndim, count = next(ndims), next(counts)
-            shape, shape_at = shapes[shape_at : shape_at + ndim], shape_at + ndim
-            ends = range(box_at + ndim, box_at + ndim * count + 1, ndim) if ndim else [box_at] * count
-            chunks = [(offsets[end - ndim : end], lengths[end - ndim : end]) for end in ends]
-            box_at += ndim * count
-            yield key, next(property_ids), shape, chunks
 
     def items(self) -> Iterator[Item]:
         """Every item, in the order of the keys and, within a key, of its chunks."""
@@ -137,23 +119,6 @@ class Manifest(msgspec.Struct, kw_only=True):
             (self.checksums[start:end] for start, end in starts_and_ends),
             ints(self.item_wrap_checksums, "I"),
         ]
-
-
-def ints(column: bytes, typecode: Literal["q", "I", "B"]) -> "memoryview[int]":
-    """A column as a sequence of integers, without copying it where the machine's order is ours."""
-    if sys.byteorder == "big":
-        swapped = array(typecode, column)
-        swapped.byteswap()
-        return memoryview(swapped)
-    return memoryview(column).cast("B").cast(typecode)
-
-
-def column(values: Iterable[int], typecode: str) -> bytes:
-    """Integers as a column."""
-    packed = array(typecode, values)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -209,7 +174,7 @@ def _find_problem(m: Manifest) -> str | None:
     if len(m.tensor_ndims) != tensors or len(m.tensor_chunks) != 4 * tensors:
         return "its tensor columns are of different lengths"
     counts = ints(m.tensor_chunks, "I")
-    boxes = sum(map(_product, counts, m.tensor_ndims))
+    boxes = sum(map(mul, counts, m.tensor_ndims))
     rows = sum(counts) + len(m.keys) - tensors
     wanted = {
         "file_nbytes": ("q", len(m.file_names)),
@@ -233,11 +198,7 @@ def _find_problem(m: Manifest) -> str | None:
             return f"its column {name} has {len(data)} bytes, expected {length * _ITEMSIZE[typecode]}"
         if typecode == "q" and data and min(ints(data, "q")) < 0:
             return f"its column {name} has a negative number"
-    return _find_bad_reference(m) or _find_bad_item(m) or _find_bad_box(m)
-
-
-def _product(count: int, ndim: int) -> int:
-    return count * ndim
+    return _find_bad_reference(m) or _find_bad_item(m) or find_bad_box(m)
 
 
 def _find_bad_reference(m: Manifest) -> str | None:
@@ -281,26 +242,3 @@ def _find_bad_item(m: Manifest) -> str | None:
 
 def _first(bad: Iterable[bool]) -> int | None:
     return next(itertools.compress(itertools.count(), bad), None)
-
-
-def _find_bad_box(m: Manifest) -> str | None:
-    whole = not any(m.chunk_offsets) and m.chunk_lengths == m.tensor_shapes
-    small = max(ints(m.tensor_shapes, "q"), default=0) ** max(m.tensor_ndims, default=0) < 1 << 60
-    if whole and small and set(ints(m.tensor_chunks, "I")) <= {1}:
-        # Every tensor is one chunk, and none is large: what most checkpoints with many keys are.
-        return None
-    for key, _, shape, chunks in m.entries():
-        for offsets, lengths in chunks:
-            if lengths == shape and not any(offsets):
-                continue
-            for extent, offset, length in zip(shape, offsets, lengths, strict=True):
-                if offset + length > extent:
-                    return f"a chunk of {key} at {offsets} reaches outside the shape {shape}"
-        if math.prod(shape) >= 1 << 60:
-            return f"{key} has an impossible shape {shape}"
-    return None
-
-
-def concatenated(rows: Iterable[Sequence[int]]) -> Iterable[int]:
-    """The numbers of rows of different lengths, one after the other, as the columns keep them."""
-    return itertools.chain.from_iterable(rows)

@@ -10,7 +10,7 @@ from holdfast._format.torch_pickle_names import LAYOUTS, MEMORY_FORMATS
 from holdfast._format.torch_pickle_records import Ints, TorchProperties
 from holdfast.errors import UsageError
 
-__all__ = ["Emitter", "encode_int"]
+__all__ = ["Emitter", "encode_int", "tuple_opcodes"]
 
 _METADATA = b"torch.distributed.checkpoint.metadata"
 _GLOBALS = {
@@ -50,9 +50,14 @@ def encode_int(value: int) -> bytes:
     return (b"\x8a" + bytes((len(raw),)) if len(raw) < 256 else _COUNT4(b"\x8b", len(raw))) + raw
 
 
+def tuple_opcodes(length: int) -> tuple[bytes, bytes]:
+    """What stands before and after the items of a tuple."""
+    return (b"", _TUPLES[length]) if length < 4 else (b"(", b"t")
+
+
 def _encode_tuple(items: list[bytes]) -> bytes:
-    body = b"".join(items)
-    return body + _TUPLES[len(items)] if len(items) < 4 else b"(" + body + b"t"
+    opening, closing = tuple_opcodes(len(items))
+    return opening + b"".join(items) + closing
 
 
 def _encode_bytes(value: bytes) -> bytes:
@@ -92,13 +97,16 @@ class Emitter:
 
     def text(self, value: str) -> bytes:
         """A str."""
-        known = self.texts.get(value)
-        if known is None:
-            # As Python's picklers do: a lone surrogate is kept.
-            raw = value.encode("utf-8", "surrogatepass")
-            self.texts[value] = self._next_reference()
-            known = b"%b%b\x94" % (b"\x8c%c" % len(raw) if len(raw) < 256 else _COUNT4(b"X", len(raw)), raw)
-        return known
+        return self.texts.get(value) or self.new_text(value)
+
+    def new_text(self, value: str) -> bytes:
+        """A str that was not written before, as far as it is worth looking: one of many keys."""
+        # As Python's picklers do: a lone surrogate is kept.
+        raw = value.encode("utf-8", "surrogatepass")
+        self.texts[value] = self._next_reference()
+        if len(raw) < 256:
+            return b"\x8c%c%b\x94" % (len(raw), raw)
+        return _COUNT4(b"X", len(raw)) + raw + b"\x94"
 
     def size(self, dims: Ints) -> bytes:
         """A ``torch.Size``."""

@@ -1,169 +1,261 @@
-"""Writes torch's ``.metadata`` pickle opcode by opcode, without torch, for stock torch to load.
+"""Writes torch's ``.metadata`` pickle from a manifest, opcode by opcode, for stock torch to load.
 
 The opcodes are not those that torch's pickler would have chosen, only the objects they make are: sizes and
 properties are written once and referred to after that, and chunks, tensors and storage rows are made by
-calling their classes. Stock torch loads the result in less than half the time that its own pickle takes.
+calling their classes. Rows of one kind are as long as each other, so that the chunks of a sharded tensor are
+written by one call of ``struct`` each. Stock torch loads the result in less than half the time that its own
+pickle takes.
 """
 
 import itertools
 import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
-from holdfast._format.torch_pickle_emitter import Emitter, encode_int
-from holdfast._format.torch_pickle_records import Ints, TorchObject, TorchTensor
+from holdfast._format.description import OBJECT, Directory, ints
+from holdfast._format.manifest import Manifest
+from holdfast._format.torch_pickle_emitter import Emitter, tuple_opcodes
+from holdfast._format.torch_pickle_records import TorchProperties
 
-__all__ = ["StorageRow", "iter_torch_metadata", "write_torch_metadata"]
-
-StorageRow: TypeAlias = tuple[str, Ints | None, int | None, str, int, int, tuple[str, ...] | None]
-"""Key, offsets of the chunk (None for an object), its number, path, offset in the file, bytes, transforms."""
+__all__ = ["write_torch_metadata"]
 
 # Python's own picklers batch by 1000, which keeps a reader's stack short.
 _BATCH = 1000
 _FRAME = struct.Struct("<cQ").pack
+_NARROW = 1 << 31
 
 
 def write_torch_metadata(
-    *,
-    entries: Iterable[tuple[str, TorchTensor | TorchObject | None]],
-    storage: Iterable[StorageRow],
-    planner_data: Any = None,
-    checkpoint_id: str | None = None,
-    save_id: str | None = None,
-    load_id: str | None = None,
-    modules: Sequence[str] = (),
-    version: str | None = None,
+    manifest: Manifest, *, planner_data: Any = None, modules: Sequence[str] = (), version: str | None = None
 ) -> bytes:
     """The pickle of a ``torch.distributed.checkpoint.metadata.Metadata`` for stock torch 2.6 and later.
 
     Args:
-        entries: Flat names in the order that ``state_dict_metadata`` is to have, each with its tensor; None
-            or a ``TorchObject`` for anything else. A plain tuple of properties, shape and chunks will do.
-        storage: One row per chunk and object. Torch 2.6 cannot read rows with descriptors.
+        manifest: What the checkpoint holds and where it lies. Torch 2.6 cannot read items with transforms.
         planner_data: None, bool, int, float, str, bytes, bytearray, and dict, OrderedDict, list, tuple, set
             and frozenset of them. Subclasses of str, dict, list and tuple are written as these.
-        checkpoint_id: For people who look into the file; torch does not use it.
-        save_id: As above.
-        load_id: As above.
-        modules: As above.
+        modules: For people who look into the file; torch does not use them.
         version: torch's number of the format, ``"1.0.0"`` since it has one.
-
-    Numbers and paths are written as given; equal tensor properties become one shared object.
 
     Raises:
         UsageError: ``planner_data`` is not plain, or a dtype, layout or memory format is not one that torch
             can have in its metadata.
     """
-    return b"".join(
-        iter_torch_metadata(
-            entries=entries,
-            storage=storage,
-            planner_data=planner_data,
-            checkpoint_id=checkpoint_id,
-            save_id=save_id,
-            load_id=load_id,
-            modules=modules,
-            version=version,
-        )
-    )
-
-
-def iter_torch_metadata(
-    *,
-    entries: Iterable[tuple[str, TorchTensor | TorchObject | None]],
-    storage: Iterable[StorageRow],
-    planner_data: Any = None,
-    checkpoint_id: str | None = None,
-    save_id: str | None = None,
-    load_id: str | None = None,
-    modules: Sequence[str] = (),
-    version: str | None = None,
-) -> Iterator[bytes]:
-    """As ``write_torch_metadata``, in pieces of about a thousand rows; both iterables are read as it goes."""
     emit = Emitter()
     name, text = emit.names, emit.text
-    yield b"\x80\x04" + emit.prologue() + name["Metadata"] + b")\x81}(" + text("state_dict_metadata") + b"}"
-    for batch in _batched(_entry_rows(emit, entries)):
-        yield _framed([b"(", *batch, b"u"])
-    yield text("storage_data") + b"}"
-    for batch in _batched(_storage_rows(emit, storage)):
-        yield _framed([b"(", *batch, b"u"])
-    yield text("planner_data")
+    directory = Directory(manifest)
+    parts = [
+        b"\x80\x04" + emit.prologue() + name["Metadata"] + b")\x81}(" + text("state_dict_metadata") + b"}"
+    ]
+    parts += _batched(_entry_rows(emit, manifest, directory))
+    parts.append(text("storage_data") + b"}")
+    parts += _batched(_storage_rows(emit, manifest, directory))
+    parts.append(text("planner_data"))
     if isinstance(planner_data, dict) and not isinstance(planner_data, OrderedDict):
-        yield b"}"
-        for batch in _batched(emit.plain_pairs(planner_data)):
-            yield _framed([b"(", *batch, b"u"])
+        parts.append(b"}")
+        parts += _batched(emit.plain_pairs(planner_data))
     else:
-        yield emit.plain(planner_data)
-    meta = {"checkpoint_id": checkpoint_id, "save_id": save_id, "load_id": load_id, "modules": list(modules)}
-    yield b"".join((text("storage_meta"), name["StorageMeta"], b")\x81", emit.plain(meta), b"b"))
-    yield b"".join((text("version"), emit.plain(version), b"ub."))
+        parts.append(emit.plain(planner_data))
+    meta = {
+        "checkpoint_id": manifest.checkpoint_id,
+        "save_id": manifest.save_id,
+        "load_id": None,
+        "modules": list(modules),
+    }
+    parts += (text("storage_meta"), name["StorageMeta"], b")\x81", emit.plain(meta), b"b")
+    parts += (text("version"), emit.plain(version), b"ub.")
+    return b"".join(parts)
 
 
-def _batched(rows: Iterator[bytes]) -> Iterator[list[bytes]]:
+def _batched(rows: Iterator[bytes]) -> Iterator[bytes]:
+    """Rows of a dict, ready to be set in it, a thousand at a time."""
     while batch := list(itertools.islice(rows, _BATCH)):
-        yield batch
+        body = b"".join((b"(", *batch, b"u"))
+        yield _FRAME(b"\x95", len(body))
+        yield body
 
 
-def _framed(parts: list[bytes]) -> bytes:
-    body = b"".join(parts)
-    return _FRAME(b"\x95", len(body)) + body
-
-
-def _entry_rows(
-    emit: Emitter, entries: Iterable[tuple[str, TorchTensor | TorchObject | None]]
-) -> Iterator[bytes]:
-    """Each key with its metadata, ready to be set in a dict."""
-    texts, sizes, text, size = emit.texts, emit.sizes, emit.text, emit.size
-    tensor_class = emit.names["TensorStorageMetadata"]
-    chunk_class = emit.names["ChunkStorageMetadata"]
+def _entry_rows(emit: Emitter, manifest: Manifest, directory: Directory) -> Iterator[bytes]:
+    """Each key with its metadata."""
     an_object = emit.names["BytesStorageMetadata"] + b")\x81"
-    for key, entry in entries:
-        # Written first, because whatever comes first is what later references count from.
-        name = texts.get(key) or text(key)
-        if entry is None or isinstance(entry, TorchObject):
+    kinds, counts, properties = directory.kinds, directory.count, directory.properties
+    box_at, shape_at, new_text = directory.box_at, directory.shape_at, emit.new_text
+    shapes, offsets, lengths = manifest.tensor_shapes, manifest.chunk_offsets, manifest.chunk_lengths
+    seen: dict[Any, bytes] = {}
+    for number, key in enumerate(manifest.keys):
+        name = new_text(key)
+        if kinds[number] == OBJECT:
             yield name + an_object
             continue
-        properties, shape, chunks = entry
-        head = name + tensor_class + emit.properties(properties) + (sizes.get(shape) or size(shape))
-        if len(chunks) == 1:
-            ((offsets, lengths),) = chunks
-            first = sizes.get(offsets) or size(offsets)
-            yield b"%b]%b%b%b\x86Ra\x87R" % (head, chunk_class, first, sizes.get(lengths) or size(lengths))
+        if counts[number] != 1:
+            yield name + _many_chunks(emit, manifest, directory, number)
             continue
-        parts = [head, b"]("]
-        for offsets, lengths in chunks:
-            parts += (
-                chunk_class,
-                sizes.get(offsets) or size(offsets),
-                sizes.get(lengths) or size(lengths),
-                b"\x86R",
-            )
-        parts.append(b"e\x87R")
-        yield b"".join(parts)
-
-
-def _storage_rows(emit: Emitter, rows: Iterable[StorageRow]) -> Iterator[bytes]:
-    """Each index with its storage info, ready to be set in a dict."""
-    texts, sizes, text, size = emit.texts, emit.sizes, emit.text, emit.size
-    index_head = emit.names["MetadataIndex"] + b")\x81}(" + text("fqn")
-    number_field, offset_field = text("index"), text("offset")
-    info_class = emit.names["_StorageInfo"]
-    for key, offsets, number, path, offset, nbytes, descriptors in rows:
-        index = (
-            index_head,
-            texts.get(key) or text(key),
-            number_field,
-            b"N" if number is None else encode_int(number),
-            # Without an offset the field is missing: torch does not set it either.
-            b"ub" if offsets is None else offset_field + (sizes.get(offsets) or size(offsets)) + b"ub",
-            info_class,
-        )
-        if descriptors:
-            # torch 2.6 has no such parameter, but takes the state.
-            fields = {"relative_path": path, "offset": offset, "length": nbytes}
-            info = (b")\x81", emit.plain({**fields, "transform_descriptors": list(descriptors)}), b"b")
+        shape, box = slice(8 * shape_at[number], 8 * shape_at[number + 1]), box_at[number]
+        place = slice(8 * box, 8 * box_at[number + 1])
+        # Equal tensors differ in their names only.
+        what = (properties[number], shapes[shape], offsets[place], lengths[place])
+        known = seen.get(what)
+        if known is None:
+            yield name + _one_chunk(emit, manifest, directory, number)
+            seen[what] = _one_chunk(emit, manifest, directory, number)
         else:
-            info = (texts.get(path) or text(path), encode_int(offset), encode_int(nbytes) + b"\x87R")
-        yield b"".join(index + info)
+            yield name + known
+
+
+def _head(emit: Emitter, manifest: Manifest, directory: Directory, number: int) -> bytes:
+    # Asked for in the order of writing: whatever is new defines what later ones refer to.
+    properties = emit.properties(TorchProperties(*manifest.properties[directory.properties[number]]))
+    return emit.names["TensorStorageMetadata"] + properties + emit.size(tuple(directory.shape(number)))
+
+
+def _one_chunk(emit: Emitter, manifest: Manifest, directory: Directory, number: int) -> bytes:
+    head = _head(emit, manifest, directory, number)
+    ((offsets, lengths),) = directory.boxes(number)
+    first, second = emit.size(tuple(offsets)), emit.size(tuple(lengths))
+    return b"%b]%b%b%b\x86Ra\x87R" % (head, emit.names["ChunkStorageMetadata"], first, second)
+
+
+def _many_chunks(emit: Emitter, manifest: Manifest, directory: Directory, number: int) -> bytes:
+    boxes = directory.boxes(number)
+    if not boxes:
+        return _head(emit, manifest, directory, number) + b"]\x87R"
+    lengths = [tuple(box[1]) for box in boxes]
+    # Defined before the rows, so that all rows refer to them and are equally long.
+    different = dict.fromkeys(lengths)
+    defined = b"".join(emit.size(size) + b"0" for size in different if size not in emit.sizes)
+    head = _head(emit, manifest, directory, number)
+    opening, closing = _size_opcodes(emit, directory.ndim[number])
+    before = emit.names["ChunkStorageMetadata"] + opening
+    pack, columns = _row_of_ints(before, list(zip(*(box[0] for box in boxes), strict=True)), closing)
+    rows = map(pack, *columns)
+    if len(different) == 1:
+        after = emit.sizes[lengths[0]] + b"\x86R"
+        body = after.join([*rows, b""])
+    else:
+        ends = {size: emit.sizes[size] + b"\x86R" for size in different}
+        body = b"".join(
+            itertools.chain.from_iterable(zip(rows, map(ends.__getitem__, lengths), strict=False))
+        )
+    return b"".join((defined, head, b"](", body, b"e\x87R"))
+
+
+def _size_opcodes(emit: Emitter, ndim: int) -> tuple[bytes, bytes]:
+    """What stands before and after the numbers of a ``torch.Size``."""
+    opening, closing = tuple_opcodes(ndim)
+    return emit.names["Size"] + opening, closing + b"\x85R"
+
+
+def _row_of_ints(
+    before: bytes, columns: list[Sequence[int]], after: bytes
+) -> tuple[Any, list[Iterable[Any]]]:
+    """A packer of rows that are all alike but for some numbers, and the arguments that it takes for each."""
+    if not columns:
+        return struct.Struct(f"{len(before)}s{len(after)}s").pack, []
+    layout, arguments = [f"<{len(before)}s"], [itertools.repeat(before)]
+    for column in columns:
+        wide = max(column) >= _NARROW
+        layout.append("2sq" if wide else "ci")
+        arguments += (itertools.repeat(b"\x8a\x08" if wide else b"J"), column)  # type: ignore[list-item]
+    layout.append(f"{len(after)}s")
+    return struct.Struct("".join(layout)).pack, [*arguments, itertools.repeat(after)]
+
+
+def _storage_rows(emit: Emitter, manifest: Manifest, directory: Directory) -> Iterator[bytes]:
+    """Each index with its storage info."""
+    rows = _StorageRows(emit, manifest, directory)
+    for number, key in enumerate(manifest.keys):
+        if directory.count[number] > 1:
+            yield rows.of_chunks(key, number)
+        else:
+            yield rows.of_one(key, number)
+
+
+class _StorageRows:
+    def __init__(self, emit: Emitter, manifest: Manifest, directory: Directory) -> None:
+        self.emit = emit
+        self.directory = directory
+        self.head = emit.names["MetadataIndex"] + b")\x81}(" + emit.text("fqn")
+        self.number_field, self.offset_field = emit.text("index"), emit.text("offset")
+        self.info_class = emit.names["_StorageInfo"]
+        self.file = ints(manifest.item_files, "I").tolist()
+        self.start = ints(manifest.item_offsets, "q").tolist()
+        self.nbytes = ints(manifest.item_nbytes, "q").tolist()
+        self.transforms = ints(manifest.item_transforms, "I").tolist()
+        self.stacks = manifest.transforms
+        self.files = manifest.file_names
+        self.has_transforms = any(manifest.transforms)
+        self._middles: dict[tuple[int, ...], bytes] = {}
+        wide = max(*self.start, *self.nbytes, 0) >= _NARROW if self.start else False
+        self.place = struct.Struct("<2sq2sq" if wide else "<cici").pack
+        self.int_opcode = b"\x8a\x08" if wide else b"J"
+
+    def of_one(self, key: str, number: int) -> bytes:
+        """The row of an object, or of a tensor's only chunk."""
+        emit, directory = self.emit, self.directory
+        row = directory.row[number]
+        if directory.kinds[number] == OBJECT:
+            # Without an offset the field is missing: torch does not set it either.
+            middle = self.number_field + b"Nub" + self.info_class
+        elif directory.count[number] == 0:
+            return b""
+        else:
+            at = tuple(directory.offsets[directory.box_at[number] : directory.box_at[number + 1]])
+            known = self._middles.get(at)
+            middle = self._middle(at) if known is None else known
+        if self.has_transforms and self.stacks[self.transforms[row]]:
+            return self.head + emit.texts[key] + middle + self._transformed(row)
+        path = self.files[self.file[row]]
+        place = self.place(self.int_opcode, self.start[row], self.int_opcode, self.nbytes[row])
+        return b"".join(
+            (self.head, emit.texts[key], middle, emit.texts.get(path) or emit.text(path), place, b"\x87R")
+        )
+
+    def _middle(self, at: tuple[int, ...]) -> bytes:
+        """What stands between the key and the place; the first time with a size that others refer to."""
+
+        def made() -> bytes:
+            size = self.emit.size(at)
+            return self.number_field + b"K\0" + self.offset_field + size + b"ub" + self.info_class
+
+        first = made()
+        self._middles[at] = made()
+        return first
+
+    def _transformed(self, row: int) -> bytes:
+        # torch 2.6 has no such parameter, but takes the state.
+        fields = {
+            "relative_path": self.files[self.file[row]],
+            "offset": self.start[row],
+            "length": self.nbytes[row],
+            "transform_descriptors": list(self.stacks[self.transforms[row]]),
+        }
+        return b")\x81" + self.emit.plain(fields) + b"b"
+
+    def of_chunks(self, key: str, number: int) -> bytes:
+        """The rows of all chunks of a tensor."""
+        emit, directory = self.emit, self.directory
+        begin, end, ndim = directory.row[number], directory.row[number + 1], directory.ndim[number]
+        opening, closing = _size_opcodes(emit, ndim)
+        boxes = directory.offsets[directory.box_at[number] : directory.box_at[number + 1]].tolist()
+        offsets = [boxes[d::ndim] for d in range(ndim)]
+        before = self.head + emit.texts[key] + self.number_field
+        numbers = range(end - begin)
+        pack_name, name_columns = _row_of_ints(before, [numbers], self.offset_field + opening)
+        pack_at, at_columns = _row_of_ints(b"", offsets, closing + b"ub" + self.info_class)
+        names, places = map(pack_name, *name_columns), map(pack_at, *at_columns)
+        if self.has_transforms and any(self.stacks[self.transforms[row]] for row in range(begin, end)):
+            infos: Iterable[bytes] = [self._transformed(row) for row in range(begin, end)]
+            return b"".join(itertools.chain.from_iterable(zip(names, places, infos, strict=False)))
+        paths = self.file[begin:end]
+        defined = [emit.text(self.files[file]) + b"0" for file in dict.fromkeys(paths) if self._is_new(file)]
+        references = {file: emit.texts[self.files[file]] for file in set(paths)}
+        where = [self.start[begin:end], self.nbytes[begin:end]]
+        pack_where, where_columns = _row_of_ints(b"", where, b"\x87R")
+        rows = zip(
+            names, places, map(references.__getitem__, paths), map(pack_where, *where_columns), strict=False
+        )
+        return b"".join((*defined, b"".join(itertools.chain.from_iterable(rows))))
+
+    def _is_new(self, file: int) -> bool:
+        return self.files[file] not in self.emit.texts

@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits a state: every key, shape, dtype and kind, before a byte is read."""
+"""Whether a checkpoint fits a state, every key, shape, dtype and kind; and what must be read to fill it."""
 
 import logging
 import warnings
@@ -7,11 +7,15 @@ from typing import Any
 
 import torch
 
+from holdfast._format.description import OBJECT
+from holdfast._plan.entries import directory_of, dtypes_of
+from holdfast._plan.filling import fill_tensor
+from holdfast._plan.read_lines import ReadColumns
 from holdfast._plan.report import Report
 from holdfast._tensors.chunks import global_shape, is_sharded, is_tensor
-from holdfast.metadata import Metadata, TensorStorageMetadata
+from holdfast.metadata import Metadata
 
-__all__ = ["Fit", "check_fit"]
+__all__ = ["Fit", "plan_load"]
 
 logger = logging.getLogger(__name__)
 _MOST_NAMED = 20
@@ -26,49 +30,73 @@ class Fit:
     cast: bool | None = None
 
 
-def check_fit(state: dict[str, Any], metadata: Metadata, fit: Fit) -> list[str]:
-    """The keys of the state that are to be loaded.
+def plan_load(state: dict[str, Any], metadata: Metadata, fit: Fit) -> ReadColumns:
+    """What is to be read to fill a flat state, once it is known that everything fits.
 
     Raises:
         PlanError: Something does not fit; it lists everything that does not, over all keys.
+        InvalidPlanError: The checkpoint lacks a part of a tensor.
     """
-    stored = metadata.state_dict_metadata
-    report, narrowed, wanted = Report(), list[str](), list[str]()
+    directory, dtypes = directory_of(metadata), dtypes_of(metadata)
+    columns = ReadColumns(directory)
+    report, narrowed, sharded = Report(), list[str](), list[tuple[str, int]]()
+    numbers, kinds, count, strided = directory.numbers, directory.kinds, directory.count, torch.strided
+    box_at, shapes, lengths = directory.box_at, directory.shapes, directory.lengths.tolist()
+    shape_at, row, starts = directory.shape_at, directory.row, directory.offsets
+    properties, size = directory.properties, torch.Size
+    none_is_cut = not any(starts)
+    add_key, add_row = columns.keys.append, columns.rows.append
     for key, value in state.items():
-        entry = stored.get(key)
-        if entry is None:
+        number = numbers.get(key)
+        if number is None:
             if not fit.allow_missing:
-                report.add_missing(key, stored)
+                report.add_missing(key, numbers)
             continue
-        wanted.append(key)
-        if isinstance(entry, TensorStorageMetadata):
-            # What nearly all of 100,000 tensors are: the same on both sides.
-            if (
-                type(value) is torch.Tensor
-                and value.shape == entry.size
-                and value.dtype is entry.properties.dtype
-                and value.layout is torch.strided
-                and value.is_contiguous()
-            ):
-                continue
-            _check_tensor(key, entry, value, fit.cast, report, narrowed)
-        elif is_tensor(value):
-            report.kind.append((key, "the checkpoint has an object here, the state a tensor"))
+        if kinds[number] == OBJECT:
+            if is_tensor(value):
+                report.kind.append((key, "the checkpoint has an object here, the state a tensor"))
+            add_key(key)
+            add_row(row[number])
+            continue
+        shape = shapes[shape_at[number] : shape_at[number + 1]]
+        # What nearly all of 100,000 tensors are: one chunk, and the same on both sides.
+        if (
+            none_is_cut
+            and type(value) is torch.Tensor
+            and count[number] == 1
+            and value.shape == size(shape)
+            and value.dtype is dtypes[properties[number]]
+            and value.layout is strided
+            and value.is_contiguous()
+            and lengths[box_at[number] : box_at[number + 1]] == shape
+        ):
+            add_key(key)
+            add_row(row[number])
+            continue
+        _check_tensor(key, size(shape), dtypes[properties[number]], value, fit.cast, report, narrowed)
+        sharded.append((key, number))
     _check_unexpected(state, metadata, fit, report)
     report.raise_if_any()
+    for key, number in sharded:
+        fill_tensor(columns, key, number, state[key])
     if narrowed:
-        listed = "; ".join(narrowed[:_MOST_NAMED])
-        more = f"; and {len(narrowed) - _MOST_NAMED} more" if len(narrowed) > _MOST_NAMED else ""
-        warnings.warn(
-            f"tensors are cast on load: {listed}{more}. cast=True says it is meant, cast=False raises.",
-            stacklevel=2,
-        )
-    return wanted
+        _warn_of_casts(narrowed)
+    return columns
+
+
+def _warn_of_casts(narrowed: list[str]) -> None:
+    listed = "; ".join(narrowed[:_MOST_NAMED])
+    more = f"; and {len(narrowed) - _MOST_NAMED} more" if len(narrowed) > _MOST_NAMED else ""
+    warnings.warn(
+        f"tensors are cast on load: {listed}{more}. cast=True says it is meant, cast=False raises.",
+        stacklevel=2,
+    )
 
 
 def _check_tensor(
     key: str,
-    entry: TensorStorageMetadata,
+    size: torch.Size,
+    dtype: torch.dtype,
     value: Any,
     cast: bool | None,
     report: Report,
@@ -80,15 +108,14 @@ def _check_tensor(
         )
         return
     shape = global_shape(value)
-    if shape != entry.size:
+    if shape != size:
         report.shape.append(
-            (key, f"Size mismatch: the checkpoint has shape {tuple(entry.size)}, the state {tuple(shape)}")
+            (key, f"Size mismatch: the checkpoint has shape {tuple(size)}, the state {tuple(shape)}")
         )
     if isinstance(value, torch.Tensor) and not is_sharded(value) and _repeats_memory(value):
         report.kind.append(
             (key, "the state's tensor is expanded: several elements share one place in memory")
         )
-    dtype = entry.properties.dtype
     if dtype == value.dtype or cast is True:
         return
     if cast is False or _kind(dtype) != _kind(value.dtype):
@@ -113,6 +140,11 @@ def _kind(dtype: torch.dtype) -> str:
 
 def _check_unexpected(state: dict[str, Any], metadata: Metadata, fit: Fit, report: Report) -> None:
     if fit.refuse_unexpected is False:
+        return
+    if (
+        len(state) == len(metadata.state_dict_metadata)
+        and state.keys() == metadata.state_dict_metadata.keys()
+    ):
         return
     unexpected = [key for key in metadata.state_dict_metadata if key not in state]
     if fit.refuse_unexpected:

@@ -2,23 +2,19 @@
 
 import io
 from collections.abc import Callable, Iterable
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from holdfast._objects import decode_object
-from holdfast._plan.fit import Fit, check_fit
-from holdfast._plan.items import read_items_for_object, read_items_for_tensor
+from holdfast._plan.fit import Fit, plan_load
+from holdfast._plan.own_values import HasOwnValues
+from holdfast._plan.read_lines import ReadLines, keys_of
 from holdfast._plan.structure import Container, Path, Slot, flatten, unflatten
 from holdfast._tensors.chunks import find_chunk, is_any_tensor
 from holdfast.errors import MetadataFormatError, UsageError
-from holdfast.metadata import (
-    STATE_DICT_TYPE,
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planner import LoadPlan, LoadPlanner, ReadItem
 
 __all__ = [
@@ -29,7 +25,7 @@ __all__ = [
 ]
 
 
-class DefaultLoadPlanner(LoadPlanner):
+class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
     """Loads into any nested state, in place, whatever layout the checkpoint has.
 
     Before anything is read, all that does not fit is reported together: keys, shapes, dtypes, kinds.
@@ -51,6 +47,9 @@ class DefaultLoadPlanner(LoadPlanner):
 
     original_state_dict: dict[str, Any]
     mappings: dict[str, Any]
+    resolvers = MappingProxyType(
+        {"resolve_tensor": ("resolve_tensor", "commit_tensor", "lookup_tensor", "transform_tensor")}
+    )
 
     def __init__(
         self,
@@ -126,10 +125,10 @@ class DefaultLoadPlanner(LoadPlanner):
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         """Give memory to tensors on the meta device; nothing has been changed before this."""
-        for item in central_plan.items:
-            value = self.state_dict[item.dest_index.fqn]
+        for key in keys_of(central_plan):
+            value = self.state_dict[key]
             if type(value) in _MADE_ANEW and value.is_meta:
-                self.put(item.dest_index.fqn, torch.empty_like(value, device=_home_device()))
+                self.put(key, torch.empty_like(value, device=_home_device()))
         return central_plan
 
     def put(self, key: str, value: Any) -> None:
@@ -272,15 +271,7 @@ def create_default_local_load_plan(
         PlanError: Something does not fit; the error lists everything that does not.
     """
     fit = Fit(allow_missing=not strict, refuse_unexpected=refuse_unexpected, cast=cast)
-    wanted = check_fit(state_dict, metadata, fit)
-    items: list[ReadItem] = []
-    for key in wanted:
-        entry = metadata.state_dict_metadata[key]
-        if isinstance(entry, BytesStorageMetadata):
-            items += read_items_for_object(key)
-        else:
-            items += read_items_for_tensor(key, entry, state_dict[key])
-    return LoadPlan(items)
+    return LoadPlan(ReadLines(plan_load(state_dict, metadata, fit)))
 
 
 def create_default_global_load_plan(all_plans: list[LoadPlan]) -> list[LoadPlan]:

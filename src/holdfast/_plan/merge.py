@@ -1,59 +1,131 @@
 """From what ranks offer to what each shall write: one writer an item, one description of the whole."""
 
 import dataclasses
-from collections.abc import Sequence
+from typing import Any
 
+import torch
+
+from holdfast._format.description import TENSOR, Description, Directory
 from holdfast._geometry import Box, check_cover
-from holdfast.errors import InvalidPlanError
-from holdfast.metadata import (
-    STORAGE_TYPES,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
-from holdfast.planner import SavePlan, WriteItem, WriteItemType
+from holdfast._plan.entries import Entries, description_of, directory_of
+from holdfast._plan.offers import Group, Offers
+from holdfast._plan.write_lines import SHARD, Form, WriteColumns, WriteLines, columns_of, is_open
+from holdfast.metadata import Metadata, MetadataIndex
+from holdfast.planner import SavePlan, WriteItem
 
 __all__ = ["assign_writers", "describe", "find_problems"]
 
+# Below this a piece is not worth a line of its own.
+_SMALLEST_PIECE = 1 << 20
+# A piece is at most this part of what a rank writes: so the ranks' loads differ by no more than that.
+_PIECES_A_RANK = 16
 
-def assign_writers(plans: list[SavePlan], *, lowest_rank: bool) -> list[SavePlan]:
+
+def assign_writers(plans: list[SavePlan], *, lowest_rank: bool, may_split: bool = False) -> list[SavePlan]:
     """Keep each item that several ranks offer in exactly one plan.
 
     The item goes to the rank with the fewest bytes so far, or to the lowest rank that has it. What only
     one rank offers stays there. Plans come back in rank order; the input is unchanged.
+
+    Args:
+        plans: The plans in rank order.
+        lowest_rank: Do not spread the work.
+        may_split: Cut what is large, and let each rank that holds it write a part.
     """
     if len(plans) == 1:
         return plans
-    holders: dict[MetadataIndex, list[int]] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            holders.setdefault(item.index, []).append(rank)
-    if all(len(ranks) == 1 for ranks in holders.values()):
+    columns = [columns_of(plan) for plan in plans]
+    offers = Offers(columns)
+    offers.check()
+    groups = offers.groups()
+    if not groups:
         return plans
-    load = [0] * len(plans)
-    offered = {item.index: item for plan in plans for item in plan.items}
-    for index, ranks in holders.items():
-        if len(ranks) == 1:
-            load[ranks[0]] += chunk_nbytes(offered[index])
-    writer: dict[MetadataIndex, int] = {}
-    for index, ranks in holders.items():
-        if len(ranks) > 1:
-            chosen = ranks[0] if lowest_rank else min(ranks, key=load.__getitem__)
-            load[chosen] += chunk_nbytes(offered[index])
-            writer[index] = chosen
+    assignment = _Assignment(offers, groups, may_split=may_split and not lowest_rank)
+    for group in sorted(groups, key=lambda group: group.nbytes, reverse=True):
+        assignment.settle(group, lowest_rank=lowest_rank)
+    kept = assignment.kept_positions()
     return [
-        dataclasses.replace(plan, items=[item for item in plan.items if writer.get(item.index, rank) == rank])
-        for rank, plan in enumerate(plans)
+        _with_lines(plan, of_rank, kept[rank], assignment.pieces[rank])
+        for rank, (plan, of_rank) in enumerate(zip(plans, columns, strict=True))
     ]
 
 
-def chunk_nbytes(item: WriteItem) -> int:
-    """How many bytes of elements an item writes; 0 for what is not a tensor and has no known size."""
-    if item.tensor_data is None:
-        return item.bytes_io_data.nbytes if item.bytes_io_data is not None else 0
-    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+class _Assignment:
+    """Who writes what, while it is being decided."""
+
+    def __init__(self, offers: Offers, groups: list[Group], *, may_split: bool) -> None:
+        self.offers = offers
+        self.ranks = offers.rank.tolist()
+        self.keep = torch.ones(len(self.ranks), dtype=torch.bool)
+        self.keep[[row for group in groups for row in group.rows]] = False
+        nbytes = offers.nbytes()
+        world = len(offers.plans)
+        load = torch.bincount(offers.rank[self.keep], nbytes[self.keep].double(), world)
+        self.load: list[float] = load.tolist()
+        total = sum(self.load) + sum(group.nbytes for group in groups)
+        self.largest = max(_SMALLEST_PIECE, total / world / _PIECES_A_RANK) if may_split else None
+        self.pieces: list[list[tuple[int, torch.Size, torch.Size]]] = [[] for _ in range(world)]
+        self.nbytes = nbytes.tolist()
+
+    def settle(self, group: Group, *, lowest_rank: bool) -> None:
+        rows = [row for row in group.rows if self.nbytes[row] == group.nbytes]
+        if self.largest is not None and group.nbytes > self.largest and len(rows) > 1 and self._split(rows):
+            return
+        chosen = rows[0] if lowest_rank else min(rows, key=lambda row: self.load[self.ranks[row]])
+        self.keep[chosen] = True
+        self.load[self.ranks[chosen]] += group.nbytes
+
+    def _split(self, rows: list[int]) -> bool:
+        """Give parts of a chunk to the ranks that hold it; False if it cannot be cut."""
+        assert self.largest is not None
+        form = self.offers.forms[int(self.offers.form[rows[0]])]
+        offset = self.offers.offsets[int(self.offers.offset[rows[0]])]
+        count = min(len(rows), int(-(-form.nbytes // self.largest)))
+        dimension = next((d for d, length in enumerate(form.lengths) if length >= count), None)
+        if dimension is None or count < 2:
+            return False
+        holders = sorted(rows, key=lambda row: self.load[self.ranks[row]])[:count]
+        length = form.lengths[dimension]
+        cuts = [length * part // count for part in range(count + 1)]
+        for row, begin, end in zip(holders, cuts[:-1], cuts[1:], strict=True):
+            at, lengths = list(offset), list(form.lengths)
+            at[dimension] += begin
+            lengths[dimension] = end - begin
+            rank = self.ranks[row]
+            self.pieces[rank].append((int(self.offers.position[row]), torch.Size(at), torch.Size(lengths)))
+            self.load[rank] += form.nbytes * (end - begin) / length
+        return True
+
+    def kept_positions(self) -> list[list[int]]:
+        """For each rank the lines that stay with it."""
+        rank, position = self.offers.rank[self.keep], self.offers.position[self.keep]
+        counts = torch.bincount(rank, minlength=len(self.offers.plans)).tolist()
+        return [part.tolist() for part in torch.split(position, counts)]
+
+
+def _with_lines(
+    plan: SavePlan,
+    columns: WriteColumns,
+    kept: list[int],
+    pieces: list[tuple[int, torch.Size, torch.Size]],
+) -> SavePlan:
+    if len(kept) == len(columns) and not pieces:
+        return plan
+    if not pieces and is_open(plan):
+        # The records that somebody made, or changed, are passed on as they are.
+        return dataclasses.replace(plan, items=[plan.items[number] for number in kept])
+    taken = columns.take(kept)
+    taken.forms, taken.offsets = list(columns.forms), list(columns.offsets)
+    for position, offset, lengths in pieces:
+        form = columns.forms[columns.form[position]]
+        taken.keys.append(columns.keys[position])
+        taken.kinds.append(SHARD)
+        taken.form.append(len(taken.forms))
+        taken.forms.append(Form(form.properties, form.size, lengths))
+        taken.offset.append(len(taken.offsets))
+        taken.offsets.append(offset)
+        taken.hints.append(-1)
+    return dataclasses.replace(plan, items=WriteLines(taken))
 
 
 def describe(plans: list[SavePlan], *, rewrite_hints: bool) -> tuple[list[SavePlan], Metadata]:
@@ -62,55 +134,83 @@ def describe(plans: list[SavePlan], *, rewrite_hints: bool) -> tuple[list[SavePl
     Raises:
         InvalidPlanError: Two items claim one key, or disagree about their tensor.
     """
-    entries: dict[str, STORAGE_TYPES] = {}
-    described = [
-        dataclasses.replace(plan, items=[_describe_item(item, entries, rewrite_hints) for item in plan.items])
-        for plan in plans
-    ]
-    return described, Metadata(entries)
+    columns = [columns_of(plan) for plan in plans]
+    description, hints = Offers(columns).describe()
+    metadata = Metadata(Entries(description))
+    if rewrite_hints:
+        plans = [
+            _with_hints(plan, of_rank, numbers)
+            for plan, of_rank, numbers in zip(plans, columns, hints, strict=True)
+        ]
+    return plans, metadata
 
 
-def _describe_item(item: WriteItem, entries: dict[str, STORAGE_TYPES], rewrite_hints: bool) -> WriteItem:
-    key = item.index.fqn
-    entry = entries.get(key)
-    if item.type != WriteItemType.SHARD and entry is not None:
-        raise InvalidPlanError(f"{key}: two items of the plan write this key", key=key)
-    data = item.tensor_data
-    if data is None:
-        entries[key] = BytesStorageMetadata()
-        return item
-    if entry is None:
-        entries[key] = entry = TensorStorageMetadata(data.properties, data.size, [])
-    elif not isinstance(entry, TensorStorageMetadata):
-        raise InvalidPlanError(f"{key}: one rank saves a tensor, another something else", key=key)
-    elif entry.size != data.size or entry.properties.dtype != data.properties.dtype:
-        raise InvalidPlanError(
-            f"{key}: shards disagree: {tuple(entry.size)} of {entry.properties.dtype} and "
-            f"{tuple(data.size)} of {data.properties.dtype}",
-            key=key,
-        )
-    hint = len(entry.chunks)
-    entry.chunks.append(data.chunk)
-    if not rewrite_hints or item.index.index == hint:
-        return item
-    index = MetadataIndex(key, item.index.offset, hint)
-    return WriteItem(index, item.type, item.bytes_io_data, data)
+def _with_hints(plan: SavePlan, columns: WriteColumns, hints: list[int]) -> SavePlan:
+    lines: Any = WriteLines(columns.with_hints(hints))
+    if is_open(plan):
+        lines = [
+            item if hint < 0 or item.index.index == hint else _hinted(item, hint)
+            for item, hint in zip(plan.items, hints, strict=True)
+        ]
+    return dataclasses.replace(plan, items=lines)
+
+
+def _hinted(item: WriteItem, hint: int) -> WriteItem:
+    index = MetadataIndex(item.index.fqn, item.index.offset, hint)
+    return dataclasses.replace(item, index=index)
 
 
 def find_problems(metadata: Metadata, *, whole: bool) -> list[str]:
     """What is wrong with the chunks of a plan: out of bounds, overlapping, or (if ``whole``) with gaps."""
+    description, directory = description_of(metadata), directory_of(metadata)
+    if _all_are_whole(description):
+        return []
     problems = []
-    for key, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, BytesStorageMetadata) or _is_one_whole_chunk(entry.chunks, entry.size):
+    for key, number in directory.numbers.items():
+        if description.kinds[number] != TENSOR or _is_proved(directory, number):
             continue
-        boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+        boxes = [Box(tuple(offsets), tuple(lengths)) for offsets, lengths in directory.boxes(number)]
         problems += [
             f"key:{key} {problem}"
-            for problem in check_cover(entry.size, boxes)
+            for problem in check_cover(directory.shape(number), boxes)
             if whole or problem.kind != "gap"
         ]
     return problems
 
 
-def _is_one_whole_chunk(chunks: Sequence[ChunkStorageMetadata], size: Sequence[int]) -> bool:
-    return len(chunks) == 1 and chunks[0].sizes == size and not any(chunks[0].offsets)
+def _all_are_whole(description: Description) -> bool:
+    """Whether every tensor is one chunk: what most states with many keys are."""
+    tensors = len(description.tensor_ndims)
+    return (
+        description.tensor_chunks == (1).to_bytes(4, "little") * tensors
+        and not any(description.chunk_offsets)
+        and description.chunk_lengths == description.tensor_shapes
+    )
+
+
+def _is_proved(directory: Directory, number: int) -> bool:
+    """Whether a few passes over the columns show that the chunks cover the tensor; False shows nothing.
+
+    They do for one whole chunk, and for slices along one dimension, in whatever order: what sharding
+    makes of most tensors. 4096 slices take 0.2 ms where the general proof takes 2.
+    """
+    shape, count, ndim = directory.shape(number), directory.count[number], directory.ndim[number]
+    if not ndim:
+        return count == 1
+    begin, end = directory.box_at[number], directory.box_at[number + 1]
+    if count == 1:
+        return directory.lengths[begin:end].tolist() == shape and not any(directory.offsets[begin:end])
+    offsets, lengths = (
+        _matrix(directory.offsets[begin:end], ndim),
+        _matrix(directory.lengths[begin:end], ndim),
+    )
+    cut = [d for d in range(ndim) if bool((offsets[:, d] != 0).any() or (lengths[:, d] != shape[d]).any())]
+    if len(cut) != 1:
+        return False
+    starts, order = torch.sort(offsets[:, cut[0]])
+    ends = starts + lengths[order, cut[0]]
+    return bool(starts[0] == 0 and ends[-1] == shape[cut[0]] and (starts[1:] == ends[:-1]).all())
+
+
+def _matrix(values: "memoryview[int]", ndim: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(values), dtype=torch.int64).view(-1, ndim)

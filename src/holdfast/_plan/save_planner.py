@@ -3,15 +3,18 @@
 import dataclasses
 import io
 import warnings
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from holdfast._objects import encode_object
 from holdfast._plan.cache import PlanCache
-from holdfast._plan.items import write_items
 from holdfast._plan.merge import assign_writers, describe, find_problems
+from holdfast._plan.offering import Offering
+from holdfast._plan.own_values import HasOwnValues
 from holdfast._plan.structure import Structure, flatten
+from holdfast._plan.write_lines import WriteLines
 from holdfast._tensors.chunks import find_chunk, is_any_tensor, is_tensor
 from holdfast.errors import InvalidPlanError
 from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, StorageMeta
@@ -24,7 +27,7 @@ __all__ = [
 ]
 
 
-class DefaultSavePlanner(SavePlanner):
+class DefaultSavePlanner(SavePlanner, HasOwnValues):
     """Saves any nested state, each value exactly once, exactly.
 
     Args:
@@ -40,6 +43,7 @@ class DefaultSavePlanner(SavePlanner):
     """
 
     mappings: dict[str, Any]
+    resolvers = MappingProxyType({"resolve_data": ("resolve_data", "lookup_object", "transform_object")})
 
     def __init__(
         self,
@@ -139,7 +143,9 @@ def create_default_local_save_plan(state_dict: dict[str, Any], is_coordinator: b
 
     Values that are the same on every rank are offered by every rank; the global plan keeps one of them.
     """
-    return SavePlan([item for key, value in state_dict.items() for item in write_items(key, value)])
+    offering = Offering()
+    offering.add_all(state_dict)
+    return SavePlan(WriteLines(offering.columns))
 
 
 def create_default_global_save_plan(

@@ -1,38 +1,40 @@
 """Items into a file: containers around raw bytes, checksummed on the way, small ones packed together."""
 
+import ctypes
 import functools
 import io
+import itertools
 from array import array
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from holdfast._format.torch_item import ItemFrame, tensor_item
+from holdfast._format.torch_item import SMALL_ALIGNMENT, ItemFrame, tensor_item
 from holdfast._io.blocks import BLOCK_SIZE, BlockSums, combine_blocks, crc32
 from holdfast._io.store import FileWriter
 from holdfast._objects import StoredObject
-from holdfast._storage.record import StorageInfo
+from holdfast._plan.write_lines import Form, WriteColumns
+from holdfast._storage.results import ResultColumns
 from holdfast._tensors.host import copy_of, host_pieces
 from holdfast.errors import IncompleteWriteError
 from holdfast.extension import StreamTransformExtension
-from holdfast.planner import WriteItem
-from holdfast.storage import WriteResult
 
-__all__ = ["ItemWriter"]
+__all__ = ["SMALL", "ItemWriter"]
 
 # Below this an item is assembled in memory with its neighbours: three calls to the file for each of
 # 100,000 tensors of 16 bytes would take longer than everything else together.
-_SMALL = 128 * 1024
+SMALL = 128 * 1024
 _PACK = 4 * 1024 * 1024
 
 
 class ItemWriter:
-    """Writes items one after the other into one new file, and says where each of them lies.
+    """Writes items one after the other into one new file, and notes where each of them lies.
 
     Args:
         file: Where to.
         name: The file's name in the checkpoint.
+        lines: The plan that the items are lines of.
         transforms: What each item's container goes through; the first one stands next to the file.
         copy_at_once: How many bytes of a tensor are copied at a time, if it must be copied.
     """
@@ -41,38 +43,102 @@ class ItemWriter:
         self,
         file: FileWriter,
         name: str,
+        lines: WriteColumns,
         transforms: Sequence[StreamTransformExtension] = (),
         *,
         copy_at_once: int,
     ) -> None:
         self.file = file
-        self.name = name
+        self.lines = lines
         self.transforms = transforms
         self.copy_at_once = copy_at_once
-        self.descriptors = tuple(transform.get_descriptor() for transform in transforms) or None
-        self.results: list[WriteResult] = []
+        descriptors = tuple(transform.get_descriptor() for transform in transforms) or None
+        self.results = ResultColumns(descriptors)
+        self.results.files.append(name)
+        self.results.offsets = lines.offsets
         self._packed: list[Any] = []
         self._packed_nbytes = 0
+        self._stamps: dict[int, _Stamp] = {}
 
-    def add(self, write_item: WriteItem, data: torch.Tensor | io.BytesIO) -> None:
-        """Write one item. The data may be changed as soon as this returns."""
+    def add(self, number: int, data: torch.Tensor | io.BytesIO) -> None:
+        """Write one line's item. The data may be changed as soon as this returns."""
         if isinstance(data, torch.Tensor):
+            _check_planned(self.lines, number, data)
             item = _frame(data.dtype, data.shape)
-            _check_planned(write_item, data)
         elif isinstance(data, StoredObject):
             item = data.item
         else:
-            self._add_stream(write_item, data)
+            self._add_stream(number, data)
             return
         if self.transforms:
-            self._add_transformed(write_item, item, data)
-        elif item.payload_nbytes < _SMALL:
-            self._add_small(write_item, item, data)
+            self._add_transformed(number, item, data)
+        elif item.payload_nbytes < SMALL:
+            self._add_small(number, item, data)
         else:
-            self._add_large(write_item, item, data)
+            self._add_large(number, item, data)
 
-    def finish(self) -> list[WriteResult]:
-        """Make everything durable, and return one result for each item."""
+    def add_small_tensors(self, numbers: Sequence[int], tensors: Mapping[str, Any]) -> None:
+        """The same for many small whole tensors at once, found by their keys; no transforms.
+
+        All items of a form begin equally far from an aligned place, so that only payload and checksums
+        differ between them: 2 microseconds an item.
+        """
+        self._align()
+        lines, packed, results, stamps = self.lines, self._packed, self.results, self._stamps
+        begin, totals = self.file.position + self._packed_nbytes, list[int]()
+        keys, forms, read, crc = lines.keys, lines.form, ctypes.string_at, crc32
+        for number in numbers:
+            form, key = forms[number], keys[number]
+            stamp = stamps.get(form) or self._make_stamp(form)
+            tensor = tensors[key]
+            if tensor.shape != stamp.shape or tensor.dtype is not stamp.dtype:
+                _check_planned(lines, number, tensor)
+            if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+                payload = read(tensor.data_ptr(), stamp.nbytes)
+            else:
+                payload = copy_of(tensor)
+            checksum = crc(payload)
+            sum_bytes = checksum.to_bytes(4, "little")
+            tail = sum_bytes.join(stamp.tail)
+            packed += (stamp.head, payload, tail, stamp.gap)
+            totals.append(stamp.total)
+            results.wraps.append(crc(tail, stamp.head_sum))
+            if payload:
+                results.checksums += sum_bytes
+        # A file ends with its last item.
+        last_gap = packed.pop()
+        self._note_run(numbers, begin, totals)
+        self._packed_nbytes += sum(totals) - len(last_gap)
+        if self._packed_nbytes >= _PACK:
+            self._flush()
+
+    def _align(self) -> None:
+        filling = -(self.file.position + self._packed_nbytes) % SMALL_ALIGNMENT
+        if filling:
+            self._packed.append(bytes(filling))
+            self._packed_nbytes += filling
+
+    def _make_stamp(self, form: int) -> "_Stamp":
+        made = self._stamps[form] = _stamp(self.lines.forms[form])
+        return made
+
+    def _note_run(self, numbers: Sequence[int], begin: int, totals: list[int]) -> None:
+        lines, results, stamps = self.lines, self.results, self._stamps
+        used = [stamps[lines.form[number]] for number in numbers]
+        nbytes = [stamp.item_nbytes for stamp in used]
+        results.keys += [lines.keys[number] for number in numbers]
+        results.offset += [lines.offset[number] for number in numbers]
+        results.hints += [lines.hints[number] for number in numbers]
+        results.file += [0] * len(numbers)
+        results.start += list(itertools.accumulate(totals[:-1], initial=begin))
+        results.nbytes += nbytes
+        results.raw_nbytes += nbytes
+        results.payload_start += [len(stamp.head) for stamp in used]
+        results.payload_nbytes += [stamp.nbytes for stamp in used]
+        results.blocks += [1 if stamp.nbytes else 0 for stamp in used]
+
+    def finish(self) -> ResultColumns:
+        """Make everything durable, and return where each item lies."""
         self._flush()
         self.file.finish()
         return self.results
@@ -82,7 +148,7 @@ class ItemWriter:
             packed, self._packed, self._packed_nbytes = b"".join(self._packed), [], 0
             self.file.write(packed)
 
-    def _add_small(self, write_item: WriteItem, item: ItemFrame, data: torch.Tensor | StoredObject) -> None:
+    def _add_small(self, number: int, item: ItemFrame, data: torch.Tensor | StoredObject) -> None:
         position = self.file.position + self._packed_nbytes
         # Copied at once, so that the caller may change it.
         payload = copy_of(data) if isinstance(data, torch.Tensor) else bytes(data.payload)
@@ -93,11 +159,11 @@ class ItemWriter:
         self._packed_nbytes += nbytes
         checksums = checksum.to_bytes(4, "little") if payload else b""
         wrap = crc32(tail, crc32(head))
-        self._record(write_item, position, nbytes, len(head), len(payload), nbytes, checksums, wrap)
+        self._note(number, position, nbytes, len(head), len(payload), nbytes, checksums, wrap)
         if self._packed_nbytes >= _PACK:
             self._flush()
 
-    def _add_large(self, write_item: WriteItem, item: ItemFrame, data: torch.Tensor | StoredObject) -> None:
+    def _add_large(self, number: int, item: ItemFrame, data: torch.Tensor | StoredObject) -> None:
         self._flush()
         position = self.file.position
         head = item.head(position)
@@ -110,14 +176,12 @@ class ItemWriter:
         self.file.write(tail)
         nbytes = self.file.position - position
         wrap = crc32(tail, crc32(head))
-        self._record(
-            write_item, position, nbytes, len(head), item.payload_nbytes, nbytes, _little(blocks), wrap
-        )
+        self._note(number, position, nbytes, len(head), item.payload_nbytes, nbytes, _little(blocks), wrap)
 
-    def _add_stream(self, write_item: WriteItem, data: io.BytesIO) -> None:
+    def _add_stream(self, number: int, data: io.BytesIO) -> None:
         """An item in a container that somebody else made."""
         if self.transforms:
-            self._add_transformed(write_item, None, data)
+            self._add_transformed(number, None, data)
             return
         self._flush()
         position = self.file.position
@@ -125,11 +189,9 @@ class ItemWriter:
         with data.getbuffer() as content:
             self.file.write(content, sums)
         nbytes = self.file.position - position
-        self._record(write_item, position, nbytes, 0, nbytes, nbytes, _little(sums.finish()), 0)
+        self._note(number, position, nbytes, 0, nbytes, nbytes, _little(sums.finish()), 0)
 
-    def _add_transformed(
-        self, write_item: WriteItem, item: ItemFrame | None, data: torch.Tensor | io.BytesIO
-    ) -> None:
+    def _add_transformed(self, number: int, item: ItemFrame | None, data: torch.Tensor | io.BytesIO) -> None:
         self._flush()
         position = self.file.position
         sink = _Sink(self.file)
@@ -153,36 +215,81 @@ class ItemWriter:
         stream.close()
         nbytes = self.file.position - position
         checksums = _little(sink.sums.finish())
-        self._record(write_item, position, nbytes, 0, nbytes, raw_nbytes, checksums, 0)
+        self._note(number, position, nbytes, 0, nbytes, raw_nbytes, checksums, 0)
 
     def _pieces(self, data: torch.Tensor | StoredObject) -> Iterable[memoryview]:
         if isinstance(data, StoredObject):
             return (data.payload,)
         return host_pieces(data, self.copy_at_once)
 
-    def _record(
+    def _note(
         self,
-        write_item: WriteItem,
+        number: int,
         position: int,
         nbytes: int,
-        payload_offset: int,
+        payload_start: int,
         payload_nbytes: int,
         raw_nbytes: int,
         checksums: bytes,
         wrap: int,
     ) -> None:
-        place = StorageInfo(
-            self.name,
-            position,
-            nbytes,
-            self.descriptors,
-            payload_offset,
-            payload_nbytes,
-            raw_nbytes,
-            checksums,
-            wrap,
-        )
-        self.results.append(WriteResult(write_item.index, nbytes, place))
+        lines, results = self.lines, self.results
+        results.keys.append(lines.keys[number])
+        results.offset.append(lines.offset[number])
+        results.hints.append(lines.hints[number])
+        results.file.append(0)
+        results.start.append(position)
+        results.nbytes.append(nbytes)
+        results.payload_start.append(payload_start)
+        results.payload_nbytes.append(payload_nbytes)
+        results.raw_nbytes.append(raw_nbytes)
+        results.wraps.append(wrap)
+        results.blocks.append(len(checksums) // 4)
+        results.checksums += checksums
+
+
+class _Stamp(NamedTuple):
+    """What all small items of one form have in common.
+
+    Attributes:
+        shape: The shape that the tensor must have.
+        dtype: The dtype that it must have.
+        nbytes: The bytes of its elements.
+        head: The container before them.
+        head_sum: Its CRC-32.
+        tail: The container after them, around the two places of the checksum.
+        item_nbytes: The length of the item.
+        gap: What follows it, so that the next one begins at an aligned place.
+        total: The length of both.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    nbytes: int
+    head: bytes
+    head_sum: int
+    tail: tuple[bytes, bytes, bytes]
+    item_nbytes: int
+    gap: bytes
+    total: int
+
+
+def _stamp(form: Form) -> _Stamp:
+    dtype = form.properties[0]
+    frame = _frame(dtype, form.lengths)
+    head, nbytes = frame.head(0), frame.nbytes(0)
+    gap = bytes(-nbytes % SMALL_ALIGNMENT)
+    return _Stamp(
+        form.lengths,
+        dtype,
+        form.nbytes,
+        head,
+        crc32(head),
+        frame.tail_around_checksums(0),
+        nbytes,
+        gap,
+        nbytes + len(gap),
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -190,14 +297,15 @@ def _frame(dtype: torch.dtype, shape: torch.Size) -> ItemFrame:
     return tensor_item(str(dtype).removeprefix("torch."), tuple(shape))
 
 
-def _check_planned(write_item: WriteItem, data: torch.Tensor) -> None:
-    planned = write_item.tensor_data
-    if planned is None or data.shape != planned.chunk.sizes or data.dtype != planned.properties.dtype:
-        expected = None if planned is None else (tuple(planned.chunk.sizes), planned.properties.dtype)
+def _check_planned(lines: WriteColumns, number: int, data: torch.Tensor) -> None:
+    form = lines.forms[lines.form[number]] if lines.form[number] >= 0 else None
+    if form is None or data.shape != form.lengths or data.dtype != form.properties[0]:
+        key = lines.keys[number]
+        expected = None if form is None else (tuple(form.lengths), form.properties[0])
         raise IncompleteWriteError(
-            f"{write_item.index.fqn}: planned {expected}, but the planner gave a tensor of shape "
+            f"{key}: planned {expected}, but the planner gave a tensor of shape "
             f"{tuple(data.shape)} and {data.dtype}. create_local_plan and resolve_data must agree.",
-            key=write_item.index.fqn,
+            key=key,
             expected=expected,
             found=(tuple(data.shape), data.dtype),
         )

@@ -11,18 +11,21 @@ from holdfast._tensors.host import is_plain_memory, memory_of
 from holdfast.errors import ChecksumError
 from holdfast.planner import ReadItem
 
-__all__ = ["is_small", "pack_jobs"]
+__all__ = ["GAP", "PACK", "SMALL", "damaged", "is_small", "pack_jobs"]
 
-_SMALL = 128 * 1024
-_GAP = 64 * 1024
-_PACK = 4 * 1024 * 1024
+SMALL = 128 * 1024
+"""What is smaller is read together with its neighbours."""
+GAP = 64 * 1024
+"""What lies between two neighbours and is read for nothing, at most."""
+PACK = 4 * 1024 * 1024
+"""What is read in one request, at most."""
 
 
 def is_small(chunk: Chunk, item: ReadItem) -> bool:
     """Whether an item is read with its neighbours: raw, at most one block, and wanted whole."""
     place = chunk.place
     return (
-        0 <= place.payload_nbytes < _SMALL and not place.transform_descriptors and item.lengths == chunk.shape
+        0 <= place.payload_nbytes < SMALL and not place.transform_descriptors and item.lengths == chunk.shape
     )
 
 
@@ -40,7 +43,7 @@ def _packs(wanted: list[tuple[Chunk, ReadItem]]) -> Iterator[list[tuple[Chunk, R
         place = chunk.place
         start = place.offset + place.payload_offset
         stop = start + place.payload_nbytes
-        if pack and (start - end > _GAP or stop - begin > _PACK):
+        if pack and (start - end > GAP or stop - begin > PACK):
             yield pack
             pack = []
         if not pack:
@@ -74,21 +77,22 @@ class _Pack:
                     start = place.offset + place.payload_offset - begin
                     payload = view[start : start + place.payload_nbytes]
                     if self.context.verify and place.checksums and crc32(payload) != _stored(place.checksums):
-                        raise self._damaged(chunk, item)
+                        at = place.offset + place.payload_offset
+                        raise damaged(item.dest_index.fqn, self.file.path, at, place.payload_nbytes)
                     target = planner.resolve_tensor(item)
                     counter.touched.append(item.dest_index.fqn)
                     _put(target, payload, chunk)
                     planner.commit_tensor(item, target)
 
-    def _damaged(self, chunk: Chunk, item: ReadItem) -> ChecksumError:
-        key, place = item.dest_index.fqn, chunk.place
-        offset = place.offset + place.payload_offset
-        return ChecksumError(
-            f"{key}: {self.file.path}: the {place.payload_nbytes} bytes at {offset} are not the ones that "
-            "were written. Restore the file, or load another checkpoint.",
-            key=key,
-            path=self.file.path,
-        )
+
+def damaged(key: str, path: str, offset: int, nbytes: int) -> ChecksumError:
+    """The error for a payload whose checksum is wrong."""
+    return ChecksumError(
+        f"{key}: {path}: the {nbytes} bytes at {offset} are not the ones that "
+        "were written. Restore the file, or load another checkpoint.",
+        key=key,
+        path=path,
+    )
 
 
 def _stored(checksums: bytes) -> int:

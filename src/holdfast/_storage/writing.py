@@ -1,33 +1,38 @@
 """Writing a checkpoint into a ByteStore: all items of a plan, the commit, and the clean-up after it."""
 
+import contextlib
 import heapq
 import io
+import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from holdfast._format.manifest import Manifest
 from holdfast._format.metadata_file import FILE_NAME
 from holdfast._io import pool
 from holdfast._io.pool import Cancellation
 from holdfast._io.store import ByteStore
-from holdfast._plan.merge import chunk_nbytes
-from holdfast._storage.commit import dump_metadata, file_names
-from holdfast._storage.item_writer import ItemWriter
+from holdfast._plan.own_values import own_values
+from holdfast._plan.write_lines import TENSOR, columns_of, is_open
+from holdfast._storage.item_writer import SMALL, ItemWriter
+from holdfast._storage.metadata_writing import dump_manifest
 from holdfast._storage.names import is_data_file, is_leftover, is_rank_metadata, shows_a_checkpoint
 from holdfast._storage.reading import read_metadata_file
+from holdfast._storage.results import ResultColumns, Results
 from holdfast.errors import CheckpointError, InvalidPlanError, StorageError
 from holdfast.extension import StreamTransformExtension
 from holdfast.metadata import Metadata
-from holdfast.planner import SavePlan, SavePlanner, WriteItem
-from holdfast.storage import WriteResult
+from holdfast.planner import SavePlan, SavePlanner
 
 __all__ = ["commit", "discard_uncommitted", "existing_checkpoint", "remove_unreferenced", "write_items"]
 
 logger = logging.getLogger(__name__)
 
 _FILE_BUFFERS = 32 * 1024 * 1024
+_PORTION = 1024
 
 
 def write_items(
@@ -41,90 +46,132 @@ def write_items(
     durable: bool,
     transforms: Sequence[StreamTransformExtension],
     budget: int,
-) -> list[WriteResult]:
+) -> Results:
     """Write every item of a plan into new files; on return they are on stable storage, names included."""
-    buckets = _deal(plan.items, threads) if one_file else [[item] for item in plan.items]
+    work = _Work(plan, planner, straight=not transforms)
+    count = len(work.columns)
+    buckets = _deal(work.nbytes, threads) if one_file else [[number] for number in range(count)]
     cancellation = Cancellation()
     # A file being written holds a ring of buffers; what is not in the host's memory as it is stored takes
     # copies besides. With many threads and a small budget, fewer work at once.
     threads = max(1, min(threads, budget // (2 * _FILE_BUFFERS)))
     copy_at_once = max(1 << 20, min(_FILE_BUFFERS, budget // threads - _FILE_BUFFERS))
-
     finished: list[str] = []
 
-    def job(number: int, items: list[WriteItem]) -> list[WriteResult]:
-        name = name_file(number)
-        hint = sum(map(chunk_nbytes, items)) + 1024 * len(items)
+    def job(file_number: int, numbers: Sequence[int]) -> ResultColumns:
+        name = name_file(file_number)
+        hint = sum(work.nbytes[number] for number in numbers) + 1024 * len(numbers)
         with store.create(name, nbytes_hint=hint, durable=durable) as file:
-            writer = ItemWriter(file, name, transforms, copy_at_once=copy_at_once)
-            for item in items:
+            writer = ItemWriter(file, name, work.columns, transforms, copy_at_once=copy_at_once)
+            for portion in work.portions(numbers):
                 cancellation.check()
-                try:
-                    _add(writer, item, planner)
-                except OSError as error:
-                    raise _naming(error, item.index.fqn) from error
-            try:
+                with work.naming(portion):
+                    work.write(writer, portion)
+            # What was buffered leaves only now: any of the file's items may be the one that fails.
+            with work.naming(numbers):
                 results = writer.finish()
-            except OSError as error:
-                # What was buffered left only now: any of the file's items may be the one that failed.
-                keys = [item.index.fqn for item in items]
-                raise _naming(error, " to ".join(dict.fromkeys([*keys[:1], *keys[-1:]]))) from error
         finished.append(name)
         return results
 
     jobs = [(lambda number=number, items=items: job(number, items)) for number, items in enumerate(buckets)]
+    written = ResultColumns(tuple(transform.get_descriptor() for transform in transforms) or None)
+    written.offsets = work.columns.offsets
     try:
-        results = pool.run(jobs, threads=threads, cancellation=cancellation)
-        if durable and results:
+        for results in pool.run(jobs, threads=threads, cancellation=cancellation):
+            written.extend(results)
+        if durable and jobs:
             store.sync()
     except BaseException:
         _delete_quietly(store, finished)
         raise
-    return [result for of_file in results for result in of_file]
+    return Results(written)
 
 
-def _add(writer: ItemWriter, item: WriteItem, planner: SavePlanner) -> None:
-    data: Any = planner.resolve_data(item)
-    if not isinstance(data, torch.Tensor | io.BytesIO):
-        raise InvalidPlanError(
-            f"{item.index.fqn}: the planner gave a {type(data).__name__}, not a tensor or BytesIO",
-            key=item.index.fqn,
-        )
-    writer.add(item, data)
+class _Work:
+    """What a plan asks to be written: in portions, each with the data that the planner has for it.
+
+    Attributes:
+        columns: The plan's lines.
+        nbytes: The bytes of each.
+    """
+
+    def __init__(self, plan: SavePlan, planner: SavePlanner, *, straight: bool) -> None:
+        self.columns = columns_of(plan)
+        self.nbytes = self.columns.line_nbytes()
+        self.planner = planner
+        self._lines = plan.items if is_open(plan) else None
+        # Where the planner would only look a tensor up, it is not asked for each of thousands.
+        self._values = own_values(planner, "resolve_data") if straight else None
+
+    def portions(self, numbers: Sequence[int]) -> Iterator[Sequence[int]]:
+        """The lines in their order, small whole tensors together and everything else alone."""
+        if self._values is None:
+            yield from ([number] for number in numbers)
+            return
+        nbytes, kinds = self.nbytes, self.columns.kinds
+        for small, run in itertools.groupby(numbers, lambda n: nbytes[n] < SMALL and kinds[n] == TENSOR):
+            if not small:
+                yield from ([number] for number in run)
+                continue
+            while portion := list(itertools.islice(run, _PORTION)):
+                yield portion
+
+    def write(self, writer: ItemWriter, portion: Sequence[int]) -> None:
+        """Write one portion."""
+        first = portion[0]
+        if self._values is not None and self.columns.kinds[first] == TENSOR and self.nbytes[first] < SMALL:
+            writer.add_small_tensors(portion, self._values)
+        else:
+            writer.add(first, self._data(first))
+
+    def _data(self, number: int) -> torch.Tensor | io.BytesIO:
+        line = self.columns.line(number) if self._lines is None else self._lines[number]
+        data: Any = self.planner.resolve_data(line)
+        if not isinstance(data, torch.Tensor | io.BytesIO):
+            raise InvalidPlanError(
+                f"{line.index.fqn}: the planner gave a {type(data).__name__}, not a tensor or BytesIO",
+                key=line.index.fqn,
+            )
+        return data
+
+    @contextlib.contextmanager
+    def naming(self, numbers: Sequence[int]) -> Iterator[None]:
+        """Say what was being written when the system, which knows only the file, reports an error."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno is None:
+                raise
+            ends = dict.fromkeys(self.columns.keys[number] for number in [*numbers[:1], *numbers[-1:]])
+            what = " to ".join(ends)
+            raise OSError(error.errno, f"{error.strerror} (while writing {what})", error.filename) from error
 
 
-def _naming(error: OSError, what: str) -> OSError:
-    """The same error, saying what was being written: the system knows only the file."""
-    if error.errno is None:
-        return error
-    return OSError(error.errno, f"{error.strerror} (while writing {what})", error.filename)
-
-
-def _deal(items: list[WriteItem], count: int) -> list[list[WriteItem]]:
-    """Items in ``count`` groups of about the same number of bytes; no group is empty unless all are."""
-    count = max(1, min(count, len(items)))
+def _deal(nbytes: Sequence[int], count: int) -> list[Sequence[int]]:
+    """Lines in ``count`` groups of about the same number of bytes; no group is empty unless all are."""
+    count = max(1, min(count, len(nbytes)))
     if count == 1:
-        return [items]
-    groups: list[list[WriteItem]] = [[] for _ in range(count)]
+        return [range(len(nbytes))]
+    groups: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, number) for number in range(count)]
-    for item in sorted(items, key=chunk_nbytes, reverse=True):
-        nbytes, number = heapq.heappop(heap)
-        groups[number].append(item)
-        heapq.heappush(heap, (nbytes + chunk_nbytes(item) + 1, number))
+    for line in sorted(range(len(nbytes)), key=nbytes.__getitem__, reverse=True):
+        so_far, number = heapq.heappop(heap)
+        groups[number].append(line)
+        heapq.heappush(heap, (so_far + nbytes[line] + 1, number))
     return [group for group in groups if group]
 
 
 def commit(
     store: ByteStore,
     metadata: Metadata,
+    manifest: Manifest,
     *,
     name: str = FILE_NAME,
-    world_size: int,
     durable: bool,
     torch_compatible: bool,
 ) -> None:
     """Make the checkpoint exist: one atomic replace of its metadata file."""
-    pieces = dump_metadata(metadata, world_size=world_size, torch_compatible=torch_compatible)
+    pieces = dump_manifest(manifest, metadata.planner_data, torch_compatible=torch_compatible)
     store.replace(name, b"".join(pieces), durable=durable)
 
 
@@ -136,18 +183,18 @@ def existing_checkpoint(store: ByteStore) -> str | None:
     return None
 
 
-def remove_unreferenced(store: ByteStore, metadata: Metadata, *, only_rank: int | None = None) -> None:
+def remove_unreferenced(store: ByteStore, manifest: Manifest, *, only_rank: int | None = None) -> None:
     """After a commit: remove data files that the checkpoint does not use, and leftovers of other saves.
 
     A failure is logged and not raised: the checkpoint is complete, and the files are only in the way.
 
     Args:
         store: The checkpoint's folder.
-        metadata: What was committed.
+        manifest: What was committed.
         only_rank: For a checkpoint of one rank's own part, that rank: the others' files are not touched.
     """
     try:
-        used = file_names(metadata)
+        used = set(manifest.file_names)
         store.delete(
             name
             for name in store.list()
@@ -161,18 +208,17 @@ def remove_unreferenced(store: ByteStore, metadata: Metadata, *, only_rank: int 
         logger.warning("%s: files of an earlier save could not be removed: %s", store.url, error)
 
 
-def discard_uncommitted(store: ByteStore, metadata: Metadata, *, rank: int | None) -> None:
+def discard_uncommitted(store: ByteStore, manifest: Manifest, *, rank: int | None) -> None:
     """After a commit that failed: remove the files of that save, unless it was committed after all.
 
     The step that failed may have been the last one, which makes the new name durable.
     """
-    assert metadata.storage_meta is not None
     try:
         there = read_metadata_file(store, rank=rank).storage_meta
     except (CheckpointError, OSError):
         there = None
-    if there is None or there.save_id != metadata.storage_meta.save_id:
-        _delete_quietly(store, file_names(metadata))
+    if there is None or there.save_id != manifest.save_id:
+        _delete_quietly(store, manifest.file_names)
 
 
 def _delete_quietly(store: ByteStore, names: Iterable[str]) -> None:

@@ -1,0 +1,173 @@
+"""What a checkpoint holds, as columns: keys, their kinds and properties, shapes, and the boxes of chunks.
+
+A checkpoint may have millions of chunks. So there is no object for a chunk: each property is one column, a
+run of little-endian integers, and a row is made when somebody asks for it.
+"""
+
+import itertools
+import math
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from operator import add, gt, mul
+from typing import Any, Literal
+
+import msgspec
+
+__all__ = ["OBJECT", "TENSOR", "Description", "Directory", "column", "concatenated", "find_bad_box", "ints"]
+
+TENSOR, OBJECT = 0, 1
+"""The kinds of a key."""
+
+
+class Description(msgspec.Struct, kw_only=True):
+    """The keys and their chunks. Columns are ``bytes``; ``docs/format.md`` describes each."""
+
+    keys: list[str]
+    kinds: bytes
+    properties: list[tuple[str, str, bool, str, bool]]
+    tensor_properties: bytes
+    tensor_ndims: bytes
+    tensor_shapes: bytes
+    tensor_chunks: bytes
+    chunk_offsets: bytes
+    chunk_lengths: bytes
+
+    def entries(self) -> Iterator[tuple[str, int | None, list[int], list[tuple[list[int], list[int]]]]]:
+        """Each key in order: the number of its properties, its shape, its chunks (offsets, lengths).
+
+        For an object there are no properties. A key has one item for each chunk, an object has one.
+        """
+        # Lists, because making a list of a slice of one is several times as fast as of a column.
+        ndims, property_ids = iter(self.tensor_ndims), iter(ints(self.tensor_properties, "I").tolist())
+        counts = iter(ints(self.tensor_chunks, "I").tolist())
+        shapes = ints(self.tensor_shapes, "q").tolist()
+        offsets, lengths = ints(self.chunk_offsets, "q").tolist(), ints(self.chunk_lengths, "q").tolist()
+        shape_at = box_at = 0
+        for key, kind in zip(self.keys, self.kinds, strict=True):
+            if kind == OBJECT:
+                yield key, None, [], []
+                continue
+            ndim, count = next(ndims), next(counts)
+            shape, shape_at = shapes[shape_at : shape_at + ndim], shape_at + ndim
+            ends = range(box_at + ndim, box_at + ndim * count + 1, ndim) if ndim else [box_at] * count
+            chunks = [(offsets[end - ndim : end], lengths[end - ndim : end]) for end in ends]
+            box_at += ndim * count
+            yield key, next(property_ids), shape, chunks
+
+
+class Directory:
+    """Where each key's part of the columns begins, by the key's number; for looking at single keys.
+
+    Attributes:
+        numbers: Each key's number.
+        row: The number of its first item; its chunks' items follow each other.
+        ndim: The number of its dimensions; 0 for an object.
+        count: The number of its chunks; 0 for an object.
+        properties: The number of its properties; 0 for an object.
+        shape_at: Where its shape begins.
+        box_at: Where the offsets, and the lengths, of its first chunk begin.
+        shapes: The columns themselves, as integers.
+        offsets: See above.
+        lengths: See above.
+    """
+
+    __slots__ = (
+        *("box_at", "count", "kinds", "lengths", "ndim", "numbers", "offsets", "properties", "row"),
+        *("shape_at", "shapes"),
+    )
+
+    def __init__(self, columns: Description) -> None:
+        self.numbers = dict(zip(columns.keys, itertools.count(), strict=False))
+        self.kinds = columns.kinds
+        count = ints(columns.tensor_chunks, "I").tolist()
+        properties = ints(columns.tensor_properties, "I").tolist()
+        ndim = list(columns.tensor_ndims)
+        rows = count
+        if any(columns.kinds):
+            spread = _spreading(columns.kinds)
+            count, properties, ndim = spread(count), spread(properties), spread(ndim)
+            # OBJECT is 1, and an object has one item.
+            rows = list(map(add, count, columns.kinds))
+        self.count, self.properties, self.ndim = count, properties, ndim
+        self.row = [0, *itertools.accumulate(rows)]
+        self.shape_at = [0, *itertools.accumulate(ndim)]
+        self.box_at = [0, *itertools.accumulate(map(mul, count, ndim))]
+        self.shapes = ints(columns.tensor_shapes, "q").tolist()
+        self.offsets = ints(columns.chunk_offsets, "q")
+        self.lengths = ints(columns.chunk_lengths, "q")
+
+    def shape(self, number: int) -> list[int]:
+        """The shape of a key's tensor."""
+        return self.shapes[self.shape_at[number] : self.shape_at[number + 1]]
+
+    def boxes(self, number: int) -> list[tuple[list[int], list[int]]]:
+        """The chunks of a key's tensor: offsets and lengths of each."""
+        ndim, begin, end = self.ndim[number], self.box_at[number], self.box_at[number + 1]
+        if not ndim:
+            return [([], [])] * self.count[number]
+        offsets, lengths = self.offsets[begin:end].tolist(), self.lengths[begin:end].tolist()
+        return [(offsets[at : at + ndim], lengths[at : at + ndim]) for at in range(0, end - begin, ndim)]
+
+
+def _spreading(kinds: bytes) -> Any:
+    """Turns a column with an entry for each tensor into one for each key; 0 for an object."""
+
+    def spread(values: list[int]) -> list[int]:
+        following = iter(values)
+        return [0 if kind else next(following) for kind in kinds]
+
+    return spread
+
+
+def ints(column: bytes, typecode: Literal["q", "I", "B"]) -> "memoryview[int]":
+    """A column as a sequence of integers, without copying it where the machine's order is ours."""
+    if sys.byteorder == "big":
+        swapped = array(typecode, column)
+        swapped.byteswap()
+        return memoryview(swapped)
+    return memoryview(column).cast("B").cast(typecode)
+
+
+def column(values: Iterable[int], typecode: str) -> bytes:
+    """Integers as a column."""
+    packed = values if isinstance(values, array) and values.typecode == typecode else array(typecode, values)
+    if sys.byteorder == "big":
+        packed = array(typecode, packed)
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def concatenated(rows: Iterable[Sequence[int]]) -> Iterable[int]:
+    """The numbers of rows of different lengths, one after the other, as the columns keep them."""
+    return itertools.chain.from_iterable(rows)
+
+
+def find_bad_box(columns: Description) -> str | None:
+    """The first chunk that reaches outside of its tensor, in words; None if there is none."""
+    shapes = ints(columns.tensor_shapes, "q")
+    is_small = max(shapes, default=0) ** max(columns.tensor_ndims, default=0) < 1 << 60
+    if is_small and not any(_overhangs(columns, shapes)):
+        return None
+    for key, _, shape, chunks in columns.entries():
+        for offsets, lengths in chunks:
+            for extent, offset, length in zip(shape, offsets, lengths, strict=True):
+                if offset + length > extent:
+                    return f"a chunk of {key} at {offsets} reaches outside the shape {shape}"
+        if math.prod(shape) >= 1 << 60:
+            return f"{key} has an impossible shape {shape}"
+    return None
+
+
+def _overhangs(columns: Description, shapes: "memoryview[int]") -> Iterable[bool]:
+    """For each number of each box whether it reaches too far: a pass in C over all chunks."""
+    ends = map(add, ints(columns.chunk_offsets, "q"), ints(columns.chunk_lengths, "q"))
+    counts = ints(columns.tensor_chunks, "I")
+    if set(counts) <= {1}:
+        return map(gt, ends, shapes)
+    starts = itertools.accumulate(columns.tensor_ndims, initial=0)
+    extents = (
+        shapes[start : start + ndim].tolist() * count
+        for start, ndim, count in zip(starts, columns.tensor_ndims, counts, strict=False)
+    )
+    return map(gt, ends, concatenated(extents))

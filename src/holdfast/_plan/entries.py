@@ -1,0 +1,134 @@
+"""What a checkpoint holds, as the records that plugins see and as the columns that we work on."""
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from holdfast._deferred import DeferredEntries, DeferredList
+from holdfast._format.description import OBJECT, TENSOR, Description, Directory, column, concatenated
+from holdfast.errors import MetadataFormatError
+from holdfast.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+__all__ = ["Entries", "description_of", "directory_of", "dtypes_of", "properties_in_words"]
+
+
+class Entries(DeferredEntries[STORAGE_TYPES]):
+    """``Metadata.state_dict_metadata``: columns until somebody looks at a key, and then that key alone.
+
+    Attributes:
+        columns: What it is made from.
+        directory: Where each key's part of the columns begins.
+        described: The properties, by their number.
+    """
+
+    __slots__ = ("columns", "described", "directory")
+
+    def __init__(self, columns: Description, *, path: str = "the plan") -> None:
+        self.columns = columns
+        self.directory = Directory(columns)
+        self.described = [_tensor_properties(*words, path=path) for words in columns.properties]
+        super().__init__(self.directory.numbers, self._record)
+
+    def _record(self, _: str, number: int) -> STORAGE_TYPES:
+        directory = self.directory
+        if directory.kinds[number] == OBJECT:
+            return BytesStorageMetadata()
+        described = self.described[directory.properties[number]]
+        # A record of its own: whoever looks at it may change it.
+        properties = TensorProperties.__new__(TensorProperties)
+        properties.__dict__.update(described.__dict__)
+        chunks = DeferredList(directory.count[number], lambda: _chunks(directory, number))
+        return TensorStorageMetadata(properties, torch.Size(directory.shape(number)), chunks)
+
+
+def _chunks(directory: Directory, number: int) -> Iterable[ChunkStorageMetadata]:
+    size = torch.Size
+    return [
+        ChunkStorageMetadata(size(offsets), size(lengths)) for offsets, lengths in directory.boxes(number)
+    ]
+
+
+def dtypes_of(metadata: Metadata) -> list[torch.dtype]:
+    """The dtypes of the description's properties, by their number."""
+    entries = metadata.state_dict_metadata
+    if isinstance(entries, Entries) and not entries.is_open:
+        return [properties.dtype for properties in entries.described]
+    words = description_of(metadata).properties
+    return [_tensor_properties(*properties, path="the metadata").dtype for properties in words]
+
+
+def description_of(metadata: Metadata) -> Description:
+    """What the metadata describes, as columns, whatever its entries are."""
+    entries = metadata.state_dict_metadata
+    if isinstance(entries, Entries) and not entries.is_open:
+        return entries.columns
+    tensors = [entry for entry in entries.values() if isinstance(entry, TensorStorageMetadata)]
+    chunks = [chunk for entry in tensors for chunk in entry.chunks]
+    numbers: dict[Any, int] = {}
+    used = [
+        numbers.setdefault(properties_in_words(*entry.properties.__getstate__()), len(numbers))
+        for entry in tensors
+    ]
+    return Description(
+        keys=list(entries),
+        kinds=bytes(TENSOR if isinstance(e, TensorStorageMetadata) else OBJECT for e in entries.values()),
+        properties=list(numbers),
+        tensor_properties=column(used, "I"),
+        tensor_ndims=bytes(len(entry.size) for entry in tensors),
+        tensor_shapes=column(concatenated(entry.size for entry in tensors), "q"),
+        tensor_chunks=column([len(entry.chunks) for entry in tensors], "I"),
+        chunk_offsets=column(concatenated(chunk.offsets for chunk in chunks), "q"),
+        chunk_lengths=column(concatenated(chunk.sizes for chunk in chunks), "q"),
+    )
+
+
+def directory_of(metadata: Metadata) -> Directory:
+    """Where each key's part of those columns begins."""
+    entries = metadata.state_dict_metadata
+    if isinstance(entries, Entries) and not entries.is_open:
+        return entries.directory
+    return Directory(description_of(metadata))
+
+
+@functools.lru_cache(maxsize=1024)
+def properties_in_words(
+    dtype: torch.dtype, layout: torch.layout, requires_grad: bool, memory_format: str, pin_memory: bool
+) -> tuple[str, str, bool, str, bool]:
+    """Properties as the manifest keeps them: names as torch has them, without the ``torch.``."""
+    return _word(dtype), _word(layout), requires_grad, memory_format, pin_memory
+
+
+def _word(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+_MEMORY_FORMATS = ("contiguous_format", "channels_last", "channels_last_3d", "preserve_format")
+
+
+def _tensor_properties(
+    dtype: str, layout: str, requires_grad: bool, memory_format: str, pin_memory: bool, *, path: str
+) -> TensorProperties:
+    made = getattr(torch, dtype, None)
+    if not isinstance(made, torch.dtype):
+        raise MetadataFormatError(
+            f"{path} has a tensor of the dtype {dtype!r}, which torch {torch.__version__} does not have",
+            path=path,
+            found=dtype,
+        )
+    made_layout = getattr(torch, layout, torch.strided)
+    return TensorProperties(
+        made,
+        made_layout if isinstance(made_layout, torch.layout) else torch.strided,
+        requires_grad,
+        getattr(torch, memory_format) if memory_format in _MEMORY_FORMATS else torch.contiguous_format,
+        pin_memory,
+    )

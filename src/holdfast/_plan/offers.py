@@ -1,0 +1,180 @@
+"""All ranks' offers in one table: who else offers the same, and what they describe together.
+
+A million offers are sorted and compared as tensors of numbers; none of them becomes an object.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast._format.description import OBJECT, TENSOR, Description, column, concatenated
+from holdfast._plan.entries import properties_in_words
+from holdfast._plan.write_lines import SHARD, Form, WriteColumns
+from holdfast.errors import InvalidPlanError
+
+__all__ = ["Group", "Offers"]
+
+
+class Group(NamedTuple):
+    """Offers of the same chunk, or of the same object.
+
+    Attributes:
+        rows: Their rows in the table, in the order of ranks.
+        nbytes: How much each of them would write.
+    """
+
+    rows: list[int]
+    nbytes: int
+
+
+class Offers:
+    """The lines of all ranks' plans, one below the other.
+
+    Attributes:
+        keys: The different keys, in the order of their first offer.
+        rank: For each row its rank.
+        position: Its number in that rank's plan.
+        key: The number of its key.
+        form: The number of its form in ``forms``; -1 for what is not a tensor.
+        offset: The number of its offset in ``offsets``; -1 for what is not a tensor.
+    """
+
+    def __init__(self, plans: Sequence[WriteColumns]) -> None:
+        self.plans = plans
+        numbers: dict[str, int] = {}
+        forms: dict[Form, int] = {}
+        offsets: dict[Any, int] = {}
+        key, form, offset = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
+        before: WriteColumns | None = None
+        of_forms = torch.empty(0, dtype=torch.int64)
+        for plan in plans:
+            # Ranks that hold shards of the same tensors have the same keys and forms.
+            if before is not None and before.keys == plan.keys:
+                key.append(key[-1])
+            else:
+                key.append(torch.tensor([numbers.setdefault(name, len(numbers)) for name in plan.keys]))
+            if before is None or before.forms != plan.forms:
+                of_forms = torch.tensor([*(forms.setdefault(f, len(forms)) for f in plan.forms), -1])
+            of_offsets = torch.tensor([*(offsets.setdefault(o, len(offsets)) for o in plan.offsets), -1])
+            form.append(of_forms[torch.tensor(plan.form, dtype=torch.int64)])
+            offset.append(of_offsets[torch.tensor(plan.offset, dtype=torch.int64)])
+            before = plan
+        counts = torch.tensor([len(plan) for plan in plans], dtype=torch.int64)
+        self.keys, self.forms, self.offsets = list(numbers), list(forms), list(offsets)
+        self.key, self.form, self.offset = _joined(key), _joined(form), _joined(offset)
+        self.rank = torch.repeat_interleave(torch.arange(len(plans)), counts)
+        ends = torch.cumsum(counts, 0)
+        self.position = torch.arange(len(self.key)) - torch.repeat_interleave(ends - counts, counts)
+        name = self.key * (len(offsets) + 1) + self.offset + 1
+        self._order = torch.argsort(name, stable=True)
+        self._name = name[self._order]
+
+    def nbytes(self) -> torch.Tensor:
+        """What each row would write, as far as it is known."""
+        by_form = torch.tensor([*(form.nbytes for form in self.forms), 0])
+        found = by_form[self.form]
+        for rank, plan in enumerate(self.plans):
+            if plan.nbytes:
+                begin = int(torch.searchsorted(self.rank, rank))
+                for position, nbytes in plan.nbytes.items():
+                    found[begin + position] = nbytes
+        return found
+
+    def check(self) -> None:
+        """Raise if offers under one key cannot be of one thing.
+
+        Raises:
+            InvalidPlanError: Some are tensors and some are not, or their shapes or dtypes differ.
+        """
+        families: dict[Any, int] = {}
+        of_form = [families.setdefault((f.size, f.properties[0]), len(families)) for f in self.forms]
+        key = self.key[self._order]
+        family = torch.tensor([*of_form, -1])[self.form][self._order]
+        wrong = ((key[1:] == key[:-1]) & (family[1:] != family[:-1])).nonzero()
+        if len(wrong):
+            self._refuse(int(self._order[wrong[0]]), int(self._order[wrong[0] + 1]))
+
+    def _refuse(self, one: int, other: int) -> None:
+        key = self.keys[int(self.key[one])]
+        ranks = f"ranks {int(self.rank[one])} and {int(self.rank[other])}"
+        if int(self.form[one]) < 0 or int(self.form[other]) < 0:
+            raise InvalidPlanError(
+                f"{key}: {ranks} disagree: one rank saves a tensor, another something else", key=key
+            )
+        first, second = self.forms[int(self.form[one])], self.forms[int(self.form[other])]
+        raise InvalidPlanError(
+            f"{key}: shards disagree ({ranks}): {tuple(first.size)} of {first.properties[0]} and "
+            f"{tuple(second.size)} of {second.properties[0]}",
+            key=key,
+        )
+
+    def groups(self) -> list[Group]:
+        """The chunks and objects that several rows offer, each with its rows."""
+        starts = torch.ones(len(self._name), dtype=torch.bool)
+        starts[1:] = self._name[1:] != self._name[:-1]
+        if bool(starts.all()):
+            return []
+        begins = starts.nonzero().flatten()
+        ends = torch.cat([begins[1:], torch.tensor([len(self._name)])])
+        shared = (ends - begins > 1).nonzero().flatten()
+        order, nbytes = self._order.tolist(), self.nbytes()
+        # Empty shards may stand at the place of one that is not: the largest is the one that counts.
+        return [
+            Group(rows := order[begin:end], int(nbytes[rows].max()))
+            for begin, end in zip(begins[shared].tolist(), ends[shared].tolist(), strict=True)
+        ]
+
+    def describe(self) -> tuple[Description, list[list[int]]]:
+        """What all rows write, each once, and for each plan where its lines stand among their key's chunks.
+
+        Raises:
+            InvalidPlanError: Two rows are the same and are not shards.
+        """
+        self.check()
+        order = self._order
+        self._refuse_doubles()
+        key = self.key[order]
+        begins = torch.searchsorted(key, torch.arange(len(self.keys)))
+        hints = torch.empty_like(order)
+        hints[order] = torch.arange(len(order)) - begins[key]
+        hints[self.form < 0] = -1
+        form = self.form[order].tolist()
+        first = self.form[order[begins]].tolist() if len(self.keys) else []
+        tensors = [self.forms[number] for number in first if number >= 0]
+        counts = torch.diff(begins, append=torch.tensor([len(order)])).tolist()
+        vocabulary: dict[Any, int] = {}
+        words = [
+            vocabulary.setdefault(properties_in_words(*form.properties), len(vocabulary))
+            for form in self.forms
+        ]
+        lengths = [form.lengths for form in self.forms]
+        places = [number for number in self.offset[order].tolist() if number >= 0]
+        description = Description(
+            keys=self.keys,
+            kinds=bytes(OBJECT if number < 0 else TENSOR for number in first),
+            properties=list(vocabulary),
+            tensor_properties=column([words[number] for number in first if number >= 0], "I"),
+            tensor_ndims=bytes(len(form.size) for form in tensors),
+            tensor_shapes=column(concatenated(form.size for form in tensors), "q"),
+            tensor_chunks=column([c for c, n in zip(counts, first, strict=True) if n >= 0], "I"),
+            chunk_offsets=column(concatenated(map(self.offsets.__getitem__, places)), "q"),
+            chunk_lengths=column(concatenated([lengths[n] for n in form if n >= 0]), "q"),
+        )
+        ends = torch.cumsum(torch.tensor([0, *map(len, self.plans)]), 0).tolist()
+        every = hints.tolist()
+        return description, [every[a:b] for a, b in itertools.pairwise(ends)]
+
+    def _refuse_doubles(self) -> None:
+        same = (self._name[1:] == self._name[:-1]).nonzero().flatten()
+        for at in same.tolist():
+            for row in (int(self._order[at]), int(self._order[at + 1])):
+                plan = self.plans[int(self.rank[row])]
+                if plan.kinds[int(self.position[row])] != SHARD:
+                    key = self.keys[int(self.key[row])]
+                    raise InvalidPlanError(f"{key}: two items of the plan write this key", key=key)
+
+
+def _joined(columns: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(columns).to(torch.int64) if columns else torch.empty(0, dtype=torch.int64)

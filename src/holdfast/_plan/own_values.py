@@ -1,0 +1,27 @@
+"""Whether a default planner is left as it is, so that its values can be used without asking for each."""
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["HasOwnValues", "own_values"]
+
+
+class HasOwnValues:
+    """A planner that can show its flat state, unless a subclass has changed how values are found.
+
+    ``resolvers`` names, for each method that the storage calls, the methods that it goes through.
+    """
+
+    resolvers: Mapping[str, tuple[str, ...]]
+    state_dict: dict[str, Any]
+
+
+def own_values(planner: Any, method: str) -> Mapping[str, Any] | None:
+    """The values of a planner by flat key, if ``method`` would only look them up there; else None."""
+    if not isinstance(planner, HasOwnValues):
+        return None
+    owner = next(cls for cls in type(planner).__mro__ if "resolvers" in vars(cls))
+    for name in planner.resolvers[method]:
+        if name in vars(planner) or getattr(type(planner), name) is not getattr(owner, name):
+            return None
+    return planner.state_dict
