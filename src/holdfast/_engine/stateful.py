@@ -75,14 +75,20 @@ def return_states(original: dict[Any, Any], opened: dict[Any, Any], found: list[
 
 def _put_all_back(original: Any, opened: Any, states: set[int]) -> None:
     """Put loaded values into the original containers; what stands for an object is left to the object."""
-    steps = opened.items() if isinstance(opened, Mapping) else enumerate(opened)
-    for key, value in list(steps):
-        there = isinstance(original, list) or key in original
-        before: Any = original[key] if there else None
-        if (there and before is value) or id(value) in states:
+    if isinstance(opened, Mapping):
+        # Most of what stands in a state is where it was.
+        changed = [step for step in opened.items() if original.get(step[0], _ABSENT) is not step[1]]
+    else:
+        changed = [(at, value) for at, value in enumerate(opened) if original[at] is not value]
+    for key, value in changed:
+        if id(value) in states:
             continue
+        before: Any = original[key] if isinstance(original, list) or key in original else None
         is_copy = isinstance(before, Mapping | list) and type(before) is type(value)
         if is_copy and len(before) == len(value):
             _put_all_back(before, value, states)
         else:
             original[key] = value
+
+
+_ABSENT = object()

@@ -167,7 +167,14 @@ class Emitter:
         texts, plain, plain_tuple = self.texts, self.plain, self.plain_tuple
         for key, item in value.items():
             known = texts.get(key) if type(key) is str else None
-            yield (known or plain(key)) + (plain_tuple(item) if type(item) is tuple else plain(item))
+            name = known or plain(key)
+            if type(item) is not tuple:
+                yield name + plain(item)
+            elif known and len(item) == 1 and item[0] is key:
+                # The path of a key that stands at the top of the state.
+                yield b"%b%b\x85" % (known, known)
+            else:
+                yield name + plain_tuple(item)
 
     def plain_tuple(self, items: tuple[Any, ...]) -> bytes:
         """A tuple of plain data."""

@@ -164,6 +164,9 @@ def _row_of_ints(
 def _storage_rows(emit: Emitter, manifest: Manifest, directory: Directory) -> Iterator[bytes]:
     """Each index with its storage info."""
     rows = _StorageRows(emit, manifest, directory)
+    if not any(directory.kinds) and rows.are_alike(manifest):
+        yield from rows.of_whole_tensors(manifest)
+        return
     for number, key in enumerate(manifest.keys):
         if directory.count[number] > 1:
             yield rows.of_chunks(key, number)
@@ -189,6 +192,30 @@ class _StorageRows:
         wide = max(*self.start, *self.nbytes, 0) >= _NARROW if self.start else False
         self.place = struct.Struct("<2sq2sq" if wide else "<cici").pack
         self.int_opcode = b"\x8a\x08" if wide else b"J"
+
+    def are_alike(self, manifest: Manifest) -> bool:
+        """Whether all items are tensors in one chunk, without transforms."""
+        chunks = set(ints(manifest.tensor_chunks, "I"))
+        return not self.has_transforms and chunks <= {1} and not any(manifest.chunk_offsets)
+
+    def of_whole_tensors(self, manifest: Manifest) -> Iterator[bytes]:
+        """The rows of such items: joined by loops in C."""
+        emit = self.emit
+        ndims = sorted(set(manifest.tensor_ndims))
+        defined = [emit.text(path) + b"0" for path in self.files if path not in emit.texts]
+        defined += [emit.size((0,) * n) + b"0" for n in ndims if (0,) * n not in emit.sizes]
+        middles = {n: self._middle((0,) * n) for n in ndims}
+        names = map(emit.texts.__getitem__, manifest.keys)
+        paths = map([emit.texts[path] for path in self.files].__getitem__, self.file)
+        opcode = itertools.repeat(self.int_opcode)
+        places = map(self.place, opcode, self.start, opcode, self.nbytes)
+        shapes = map(middles.__getitem__, manifest.tensor_ndims)
+        parts = zip(itertools.repeat(self.head), names, shapes, paths, places, itertools.repeat(b"\x87R"))
+        # The definitions go first, and push and pop without leaving anything behind.
+        first = next(parts, None)
+        if first is not None:
+            yield b"".join((*defined, *first))
+            yield from map(b"".join, parts)
 
     def of_one(self, key: str, number: int) -> bytes:
         """The row of an object, or of a tensor's only chunk."""

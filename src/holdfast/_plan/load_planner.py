@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from holdfast._objects import decode_object
+from holdfast._plan.entries import directory_of
 from holdfast._plan.fit import Fit, plan_load
 from holdfast._plan.own_values import HasOwnValues
 from holdfast._plan.read_lines import ReadLines, keys_of
@@ -111,8 +112,8 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
     def _follow_old_keys(self) -> None:
         """Use the flat keys of torch before 2.4 if the checkpoint has some that only that rule makes."""
         assert self.metadata is not None
-        stored = self.metadata.state_dict_metadata
-        if not self.flatten_state_dict or not stored.keys() - self.state_dict.keys():
+        stored = directory_of(self.metadata).numbers
+        if not self.flatten_state_dict or stored.keys() <= self.state_dict.keys():
             return
         now = (self.state_dict, self.mappings, self._slots)
         self._flatten(open_every_dict=False)

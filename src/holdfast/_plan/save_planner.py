@@ -103,10 +103,7 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
         plans = assign_writers(all_plans, lowest_rank=self.dedup_save_to_lowest_rank)
         plans, metadata = create_default_global_save_plan(plans)
         if self.flatten_state_dict:
-            merged = Structure()
-            for plan in plans:
-                merged.merge({} if plan.planner_data is None else plan.planner_data)
-            metadata = dataclasses.replace(metadata, planner_data=merged)
+            metadata = dataclasses.replace(metadata, planner_data=_merged_structure(plans))
         # A single rank may save its own shards alone: then the rest of the tensor is not its affair.
         problems = find_problems(metadata, whole=len(all_plans) > 1)
         if problems:
@@ -136,6 +133,15 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
         if write_item.type == WriteItemType.BYTE_IO:
             return encode_object(write_item.index.fqn, object)
         return object
+
+
+def _merged_structure(plans: list[SavePlan]) -> Structure:
+    if len(plans) == 1 and isinstance(plans[0].planner_data, Structure):
+        return plans[0].planner_data
+    merged = Structure()
+    for plan in plans:
+        merged.merge({} if plan.planner_data is None else plan.planner_data)
+    return merged
 
 
 def create_default_local_save_plan(state_dict: dict[str, Any], is_coordinator: bool) -> SavePlan:  # noqa: ARG001

@@ -96,11 +96,17 @@ class _Walk:
         self.leaves: dict[str, Any] = {}
         self.structure = Structure()
         self.slots: dict[str, Slot] = {}
+        # Whether a class is one of containers. Asking Mapping costs as much as all else for a leaf.
+        self.is_container: dict[type, bool] = {}
 
     def visit(self, path: Path, value: Any, slot: Slot) -> None:
-        if isinstance(value, Mapping) and self.opens_dict(value):
+        kind = type(value)
+        is_container = self.is_container.get(kind)
+        if is_container is None:
+            is_container = self.is_container[kind] = issubclass(kind, Mapping | list)
+        if is_container and isinstance(value, Mapping) and self.opens_dict(value):
             self.visit_dict(path, value)
-        elif isinstance(value, list) and self.opens_list(value):
+        elif is_container and isinstance(value, list) and self.opens_list(value):
             for number, entry in enumerate(value):
                 self.visit((*path, number), entry, (value, number))
         else:
