@@ -22,7 +22,7 @@ def check_results(plan: SavePlan, results: Sequence[WriteResult], *, rank: int) 
         lines, written = columns_of(plan), results.columns
         # Sorting costs little where everything stands in its place already.
         if lines.offsets is written.offsets and sorted(zip(lines.keys, lines.offset, strict=True)) == sorted(
-            zip(written.keys, written.offset, strict=True)
+            zip(written.keys, written.column("offset").tolist(), strict=True)
         ):
             return
     due, done = Counter(item.index for item in plan.items), Counter(result.index for result in results)

@@ -147,16 +147,17 @@ def _size_opcodes(emit: Emitter, ndim: int) -> tuple[bytes, bytes]:
 
 
 def _row_of_ints(
-    before: bytes, columns: list[Sequence[int]], after: bytes
+    before: bytes, columns: Sequence[Sequence[int]], after: bytes
 ) -> tuple[Any, list[Iterable[Any]]]:
     """A packer of rows that are all alike but for some numbers, and the arguments that it takes for each."""
     if not columns:
         return struct.Struct(f"{len(before)}s{len(after)}s").pack, []
-    layout, arguments = [f"<{len(before)}s"], [itertools.repeat(before)]
+    layout = [f"<{len(before)}s"]
+    arguments: list[Iterable[Any]] = [itertools.repeat(before)]
     for column in columns:
         wide = max(column) >= _NARROW
         layout.append("2sq" if wide else "ci")
-        arguments += (itertools.repeat(b"\x8a\x08" if wide else b"J"), column)  # type: ignore[list-item]
+        arguments += [itertools.repeat(b"\x8a\x08" if wide else b"J"), column]
     layout.append(f"{len(after)}s")
     return struct.Struct("".join(layout)).pack, [*arguments, itertools.repeat(after)]
 

@@ -1,6 +1,9 @@
 """What a checkpoint holds, as the records that plugins see and as the columns that we work on."""
 
+import ctypes
 import functools
+import sys
+from array import array
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,7 +21,7 @@ from holdfast.metadata import (
     TensorStorageMetadata,
 )
 
-__all__ = ["Entries", "description_of", "directory_of", "dtypes_of", "properties_in_words"]
+__all__ = ["Entries", "column_of", "description_of", "directory_of", "dtypes_of", "properties_in_words"]
 
 
 class Entries(DeferredEntries[STORAGE_TYPES]):
@@ -88,6 +91,16 @@ def description_of(metadata: Metadata) -> Description:
         tensor_chunks=column([len(entry.chunks) for entry in tensors], "I"),
         chunk_offsets=column(concatenated(chunk.offsets for chunk in chunks), "q"),
         chunk_lengths=column(concatenated(chunk.sizes for chunk in chunks), "q"),
+    )
+
+
+def column_of(numbers: torch.Tensor, *, small: bool = False) -> bytes:
+    """A tensor of integers as a column: of 64 bits each, or of 32 where that is enough."""
+    # The lower half of a number of 64 bits is what a column of unsigned 32 bits wants.
+    made = numbers.to(torch.int32 if small else torch.int64).contiguous()
+    raw = ctypes.string_at(made.data_ptr(), made.nbytes) if made.numel() else b""
+    return (
+        raw if sys.byteorder == "little" else column(array("I" if small else "q", raw), "I" if small else "q")
     )
 
 

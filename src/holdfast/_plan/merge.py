@@ -1,6 +1,7 @@
 """From what ranks offer to what each shall write: one writer an item, one description of the whole."""
 
 import dataclasses
+from array import array
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from holdfast._plan.write_lines import SHARD, Form, WriteColumns, WriteLines, co
 from holdfast.metadata import Metadata, MetadataIndex
 from holdfast.planner import SavePlan, WriteItem
 
-__all__ = ["assign_writers", "describe", "find_problems"]
+__all__ = ["assign_writers", "describe", "find_problems", "merge"]
 
 # Below this a piece is not worth a line of its own.
 _SMALLEST_PIECE = 1 << 20
@@ -21,7 +22,18 @@ _SMALLEST_PIECE = 1 << 20
 _PIECES_A_RANK = 16
 
 
-def assign_writers(plans: list[SavePlan], *, lowest_rank: bool, may_split: bool = False) -> list[SavePlan]:
+def merge(
+    plans: list[SavePlan], *, lowest_rank: bool, may_split: bool = False
+) -> tuple[list[SavePlan], Metadata]:
+    """Both of the following: what each rank shall write, and the metadata of it all."""
+    offers = Offers([columns_of(plan) for plan in plans])
+    assigned = assign_writers(plans, lowest_rank=lowest_rank, may_split=may_split, offers=offers)
+    return describe(assigned, rewrite_hints=True, offers=offers if assigned is plans else None)
+
+
+def assign_writers(
+    plans: list[SavePlan], *, lowest_rank: bool, may_split: bool = False, offers: Offers | None = None
+) -> list[SavePlan]:
     """Keep each item that several ranks offer in exactly one plan.
 
     The item goes to the rank with the fewest bytes so far, or to the lowest rank that has it. What only
@@ -31,11 +43,12 @@ def assign_writers(plans: list[SavePlan], *, lowest_rank: bool, may_split: bool 
         plans: The plans in rank order.
         lowest_rank: Do not spread the work.
         may_split: Cut what is large, and let each rank that holds it write a part.
+        offers: The table of these plans, if it has been made already.
     """
     if len(plans) == 1:
         return plans
-    columns = [columns_of(plan) for plan in plans]
-    offers = Offers(columns)
+    offers = offers or Offers([columns_of(plan) for plan in plans])
+    columns = offers.plans
     offers.check()
     groups = offers.groups()
     if not groups:
@@ -128,14 +141,21 @@ def _with_lines(
     return dataclasses.replace(plan, items=WriteLines(taken))
 
 
-def describe(plans: list[SavePlan], *, rewrite_hints: bool) -> tuple[list[SavePlan], Metadata]:
+def describe(
+    plans: list[SavePlan], *, rewrite_hints: bool, offers: Offers | None = None
+) -> tuple[list[SavePlan], Metadata]:
     """The metadata of all that the plans write, and the plans with each item's place in it as a hint.
+
+    Args:
+        plans: The plans in rank order.
+        rewrite_hints: Whether the hints are wanted.
+        offers: The table of these plans, if it has been made already.
 
     Raises:
         InvalidPlanError: Two items claim one key, or disagree about their tensor.
     """
-    columns = [columns_of(plan) for plan in plans]
-    description, hints = Offers(columns).describe()
+    columns = [columns_of(plan) for plan in plans] if offers is None else offers.plans
+    description, hints = (offers or Offers(columns)).describe()
     metadata = Metadata(Entries(description))
     if rewrite_hints:
         plans = [
@@ -145,7 +165,7 @@ def describe(plans: list[SavePlan], *, rewrite_hints: bool) -> tuple[list[SavePl
     return plans, metadata
 
 
-def _with_hints(plan: SavePlan, columns: WriteColumns, hints: list[int]) -> SavePlan:
+def _with_hints(plan: SavePlan, columns: WriteColumns, hints: "array[int]") -> SavePlan:
     lines: Any = WriteLines(columns.with_hints(hints))
     if is_open(plan):
         lines = [

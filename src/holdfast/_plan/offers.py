@@ -4,13 +4,14 @@ A million offers are sorted and compared as tensors of numbers; none of them bec
 """
 
 import itertools
+from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from holdfast._format.description import OBJECT, TENSOR, Description, column, concatenated
-from holdfast._plan.entries import properties_in_words
+from holdfast._plan.entries import column_of, properties_in_words
 from holdfast._plan.write_lines import SHARD, Form, WriteColumns
 from holdfast.errors import InvalidPlanError
 
@@ -58,8 +59,8 @@ class Offers:
             if before is None or before.forms != plan.forms:
                 of_forms = torch.tensor([*(forms.setdefault(f, len(forms)) for f in plan.forms), -1])
             of_offsets = torch.tensor([*(offsets.setdefault(o, len(offsets)) for o in plan.offsets), -1])
-            form.append(of_forms[torch.tensor(plan.form, dtype=torch.int64)])
-            offset.append(of_offsets[torch.tensor(plan.offset, dtype=torch.int64)])
+            form.append(of_forms[_numbers(plan.form)])
+            offset.append(of_offsets[_numbers(plan.offset)])
             before = plan
         counts = torch.tensor([len(plan) for plan in plans], dtype=torch.int64)
         self.keys, self.forms, self.offsets = list(numbers), list(forms), list(offsets)
@@ -126,7 +127,7 @@ class Offers:
             for begin, end in zip(begins[shared].tolist(), ends[shared].tolist(), strict=True)
         ]
 
-    def describe(self) -> tuple[Description, list[list[int]]]:
+    def describe(self) -> tuple[Description, list["array[int]"]]:
         """What all rows write, each once, and for each plan where its lines stand among their key's chunks.
 
         Raises:
@@ -140,7 +141,6 @@ class Offers:
         hints = torch.empty_like(order)
         hints[order] = torch.arange(len(order)) - begins[key]
         hints[self.form < 0] = -1
-        form = self.form[order].tolist()
         first = self.form[order[begins]].tolist() if len(self.keys) else []
         tensors = [self.forms[number] for number in first if number >= 0]
         counts = torch.diff(begins, append=torch.tensor([len(order)])).tolist()
@@ -149,8 +149,7 @@ class Offers:
             vocabulary.setdefault(properties_in_words(*form.properties), len(vocabulary))
             for form in self.forms
         ]
-        lengths = [form.lengths for form in self.forms]
-        places = [number for number in self.offset[order].tolist() if number >= 0]
+        chunks = order[self.form[order] >= 0]
         description = Description(
             keys=self.keys,
             kinds=bytes(OBJECT if number < 0 else TENSOR for number in first),
@@ -159,11 +158,11 @@ class Offers:
             tensor_ndims=bytes(len(form.size) for form in tensors),
             tensor_shapes=column(concatenated(form.size for form in tensors), "q"),
             tensor_chunks=column([c for c, n in zip(counts, first, strict=True) if n >= 0], "I"),
-            chunk_offsets=column(concatenated(map(self.offsets.__getitem__, places)), "q"),
-            chunk_lengths=column(concatenated([lengths[n] for n in form if n >= 0]), "q"),
+            chunk_offsets=_boxes(self.offsets, self.offset[chunks]),
+            chunk_lengths=_boxes([form.lengths for form in self.forms], self.form[chunks]),
         )
-        ends = torch.cumsum(torch.tensor([0, *map(len, self.plans)]), 0).tolist()
-        every = hints.tolist()
+        ends = [0, *itertools.accumulate(map(len, self.plans))]
+        every = array("i", hints.tolist())
         return description, [every[a:b] for a, b in itertools.pairwise(ends)]
 
     def _refuse_doubles(self) -> None:
@@ -174,6 +173,23 @@ class Offers:
                 if plan.kinds[int(self.position[row])] != SHARD:
                     key = self.keys[int(self.key[row])]
                     raise InvalidPlanError(f"{key}: two items of the plan write this key", key=key)
+
+
+def _numbers(column: "array[int]") -> torch.Tensor:
+    return torch.frombuffer(column, dtype=torch.int32).long() if column else torch.empty(0, dtype=torch.int64)
+
+
+def _boxes(sizes: Sequence[Sequence[int]], used: torch.Tensor) -> bytes:
+    """The numbers of sizes of different lengths, one size after the other, as a column."""
+    most = max(map(len, sizes), default=0)
+    if not most or not len(used):
+        return b""
+    table = torch.tensor([[*size, *[0] * (most - len(size))] for size in sizes])
+    ndims = torch.tensor([len(size) for size in sizes])
+    rows = table[used]
+    if int(ndims.min()) == most:
+        return column_of(rows.flatten())
+    return column_of(rows[torch.arange(most) < ndims[used].unsqueeze(1)])
 
 
 def _joined(columns: list[torch.Tensor]) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from holdfast._objects import encode_object
 from holdfast._plan.cache import PlanCache
-from holdfast._plan.merge import assign_writers, describe, find_problems
+from holdfast._plan.merge import describe, find_problems, merge
 from holdfast._plan.offering import Offering
 from holdfast._plan.own_values import HasOwnValues
 from holdfast._plan.structure import Structure, flatten
@@ -100,8 +100,7 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
         return self.global_plan, self.metadata
 
     def _merge(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans = assign_writers(all_plans, lowest_rank=self.dedup_save_to_lowest_rank)
-        plans, metadata = create_default_global_save_plan(plans)
+        plans, metadata = merge(all_plans, lowest_rank=self.dedup_save_to_lowest_rank)
         if self.flatten_state_dict:
             metadata = dataclasses.replace(metadata, planner_data=_merged_structure(plans))
         # A single rank may save its own shards alone: then the rest of the tensor is not its affair.

@@ -65,9 +65,9 @@ class WriteColumns:
     def __init__(self) -> None:
         self.keys: list[str] = []
         self.kinds = bytearray()
-        self.form: list[int] = []
-        self.offset: list[int] = []
-        self.hints: list[int] = []
+        self.form = array("i")
+        self.offset = array("i")
+        self.hints = array("i")
         self.forms: list[Form] = []
         self.offsets: list[torch.Size | None] = []
         self.nbytes: dict[int, int] = {}
@@ -90,15 +90,15 @@ class WriteColumns:
         taken = WriteColumns()
         taken.keys = [self.keys[n] for n in numbers]
         taken.kinds = bytearray(self.kinds[n] for n in numbers)
-        taken.form = [self.form[n] for n in numbers]
-        taken.offset = [self.offset[n] for n in numbers]
-        taken.hints = [self.hints[n] for n in numbers]
+        taken.form = array("i", [self.form[n] for n in numbers])
+        taken.offset = array("i", [self.offset[n] for n in numbers])
+        taken.hints = array("i", [self.hints[n] for n in numbers])
         taken.forms, taken.offsets = self.forms, self.offsets
         if self.nbytes:
             taken.nbytes = {at: self.nbytes[n] for at, n in enumerate(numbers) if n in self.nbytes}
         return taken
 
-    def with_hints(self, hints: list[int]) -> "WriteColumns":
+    def with_hints(self, hints: "array[int]") -> "WriteColumns":
         """The same lines with other hints."""
         same = WriteColumns()
         same.keys, same.kinds, same.form, same.offset = self.keys, self.kinds, self.form, self.offset
@@ -128,39 +128,6 @@ class WriteColumns:
         return all(getattr(self, name) == getattr(other, name) for name in self.__slots__)
 
     __hash__ = None  # type: ignore[assignment]
-
-    def __reduce__(self) -> Any:
-        numbers = [array("i", column).tobytes() for column in (self.form, self.offset, self.hints)]
-        return _from_parts, (
-            self.keys,
-            bytes(self.kinds),
-            *numbers,
-            [tuple(form) for form in self.forms],
-            self.offsets,
-            self.nbytes,
-            self.marks,
-        )
-
-
-def _from_parts(
-    keys: list[str],
-    kinds: bytes,
-    form: bytes,
-    offset: bytes,
-    hints: bytes,
-    forms: list[tuple[Any, ...]],
-    offsets: list[torch.Size | None],
-    nbytes: dict[int, int],
-    marks: dict[int, bytes],
-) -> WriteColumns:
-    columns = WriteColumns()
-    columns.keys, columns.kinds = keys, bytearray(kinds)
-    columns.form, columns.offset, columns.hints = (
-        memoryview(numbers).cast("i").tolist() for numbers in (form, offset, hints)
-    )
-    columns.forms = [Form(*form) for form in forms]
-    columns.offsets, columns.nbytes, columns.marks = offsets, nbytes, marks
-    return columns
 
 
 class WriteLines(DeferredList[WriteItem]):

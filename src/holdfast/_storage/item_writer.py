@@ -15,7 +15,7 @@ from holdfast._io.blocks import BLOCK_SIZE, BlockSums, combine_blocks, crc32
 from holdfast._io.store import FileWriter
 from holdfast._objects import StoredObject
 from holdfast._plan.write_lines import Form, WriteColumns
-from holdfast._storage.results import ResultColumns
+from holdfast._storage.results import Notes
 from holdfast._tensors.host import copy_of, host_pieces
 from holdfast.errors import IncompleteWriteError
 from holdfast.extension import StreamTransformExtension
@@ -33,7 +33,7 @@ class ItemWriter:
 
     Args:
         file: Where to.
-        name: The file's name in the checkpoint.
+        file_number: Its number among the files of this rank.
         lines: The plan that the items are lines of.
         transforms: What each item's container goes through; the first one stands next to the file.
         copy_at_once: How many bytes of a tensor are copied at a time, if it must be copied.
@@ -42,7 +42,7 @@ class ItemWriter:
     def __init__(
         self,
         file: FileWriter,
-        name: str,
+        file_number: int,
         lines: WriteColumns,
         transforms: Sequence[StreamTransformExtension] = (),
         *,
@@ -52,10 +52,8 @@ class ItemWriter:
         self.lines = lines
         self.transforms = transforms
         self.copy_at_once = copy_at_once
-        descriptors = tuple(transform.get_descriptor() for transform in transforms) or None
-        self.results = ResultColumns(descriptors)
-        self.results.files.append(name)
-        self.results.offsets = lines.offsets
+        self.file_number = file_number
+        self.notes = Notes()
         self._packed: list[Any] = []
         self._packed_nbytes = 0
         self._stamps: dict[int, _Stamp] = {}
@@ -84,7 +82,7 @@ class ItemWriter:
         differ between them: 2 microseconds an item.
         """
         self._align()
-        lines, packed, results, stamps = self.lines, self._packed, self.results, self._stamps
+        lines, packed, notes, stamps = self.lines, self._packed, self.notes, self._stamps
         begin, totals = self.file.position + self._packed_nbytes, list[int]()
         keys, forms, read, crc = lines.keys, lines.form, ctypes.string_at, crc32
         for number in numbers:
@@ -102,9 +100,9 @@ class ItemWriter:
             tail = sum_bytes.join(stamp.tail)
             packed += (stamp.head, payload, tail, stamp.gap)
             totals.append(stamp.total)
-            results.wraps.append(crc(tail, stamp.head_sum))
+            notes.wrap.append(crc(tail, stamp.head_sum))
             if payload:
-                results.checksums += sum_bytes
+                notes.checksums += sum_bytes
         # A file ends with its last item.
         last_gap = packed.pop()
         self._note_run(numbers, begin, totals)
@@ -123,25 +121,25 @@ class ItemWriter:
         return made
 
     def _note_run(self, numbers: Sequence[int], begin: int, totals: list[int]) -> None:
-        lines, results, stamps = self.lines, self.results, self._stamps
+        lines, notes, stamps = self.lines, self.notes, self._stamps
         used = [stamps[lines.form[number]] for number in numbers]
         nbytes = [stamp.item_nbytes for stamp in used]
-        results.keys += [lines.keys[number] for number in numbers]
-        results.offset += [lines.offset[number] for number in numbers]
-        results.hints += [lines.hints[number] for number in numbers]
-        results.file += [0] * len(numbers)
-        results.start += list(itertools.accumulate(totals[:-1], initial=begin))
-        results.nbytes += nbytes
-        results.raw_nbytes += nbytes
-        results.payload_start += [len(stamp.head) for stamp in used]
-        results.payload_nbytes += [stamp.nbytes for stamp in used]
-        results.blocks += [1 if stamp.nbytes else 0 for stamp in used]
+        notes.keys += [lines.keys[number] for number in numbers]
+        notes.offset += [lines.offset[number] for number in numbers]
+        notes.hint += [lines.hints[number] for number in numbers]
+        notes.file += [self.file_number] * len(numbers)
+        notes.start += list(itertools.accumulate(totals[:-1], initial=begin))
+        notes.nbytes += nbytes
+        notes.raw_nbytes += nbytes
+        notes.payload_start += [len(stamp.head) for stamp in used]
+        notes.payload_nbytes += [stamp.nbytes for stamp in used]
+        notes.blocks += [1 if stamp.nbytes else 0 for stamp in used]
 
-    def finish(self) -> ResultColumns:
+    def finish(self) -> Notes:
         """Make everything durable, and return where each item lies."""
         self._flush()
         self.file.finish()
-        return self.results
+        return self.notes
 
     def _flush(self) -> None:
         if self._packed:
@@ -233,19 +231,19 @@ class ItemWriter:
         checksums: bytes,
         wrap: int,
     ) -> None:
-        lines, results = self.lines, self.results
-        results.keys.append(lines.keys[number])
-        results.offset.append(lines.offset[number])
-        results.hints.append(lines.hints[number])
-        results.file.append(0)
-        results.start.append(position)
-        results.nbytes.append(nbytes)
-        results.payload_start.append(payload_start)
-        results.payload_nbytes.append(payload_nbytes)
-        results.raw_nbytes.append(raw_nbytes)
-        results.wraps.append(wrap)
-        results.blocks.append(len(checksums) // 4)
-        results.checksums += checksums
+        lines, notes = self.lines, self.notes
+        notes.keys.append(lines.keys[number])
+        notes.offset.append(lines.offset[number])
+        notes.hint.append(lines.hints[number])
+        notes.file.append(self.file_number)
+        notes.start.append(position)
+        notes.nbytes.append(nbytes)
+        notes.payload_start.append(payload_start)
+        notes.payload_nbytes.append(payload_nbytes)
+        notes.raw_nbytes.append(raw_nbytes)
+        notes.wrap.append(wrap)
+        notes.blocks.append(len(checksums) // 4)
+        notes.checksums += checksums
 
 
 class _Stamp(NamedTuple):

@@ -1,6 +1,5 @@
 """From results to the bytes of ``.metadata``: the manifest of a save, and the pickle for torch beside it."""
 
-import itertools
 import pickle
 import time
 from collections.abc import Sequence
@@ -14,9 +13,9 @@ from holdfast._format.manifest import Manifest, encode
 from holdfast._format.paths import encode_containers, encode_paths
 from holdfast._format.torch_pickle_writer import write_torch_metadata
 from holdfast._io.blocks import BLOCK_SIZE
-from holdfast._plan.entries import description_of, directory_of
+from holdfast._plan.entries import column_of, description_of, directory_of
 from holdfast._plan.structure import Container, Path
-from holdfast._storage.results import ResultColumns
+from holdfast._storage.results import NUMBERS, ResultColumns
 from holdfast._version import __version__
 from holdfast.errors import IncompleteWriteError
 from holdfast.metadata import Metadata, StorageMeta
@@ -34,20 +33,12 @@ def make_manifest(metadata: Metadata, results: Sequence[ResultColumns], *, world
         IncompleteWriteError: An item has no result, or two, or one that the metadata does not describe.
     """
     description, directory = description_of(metadata), directory_of(metadata)
-    written = _joined(results)
-    order = _order(written, description, directory)
-
-    def sorted_by_row(values: Sequence[int]) -> Sequence[int]:
-        return values if order is None else [values[number] for number in order]
-
-    descriptors, transforms = _transforms(results)
-    blocks = sorted_by_row(written.blocks)
-    file_ends = dict.fromkeys(written.files, 0)
-    for number, start, nbytes in zip(written.file, written.start, written.nbytes, strict=True):
-        name = written.files[number]
-        file_ends[name] = max(file_ends[name], start + nbytes)
-    numbers = {name: number for number, name in enumerate(file_ends)}
-    of_file = [numbers[name] for name in written.files]
+    written = _Written(results, directory)
+    order = written.order(description)
+    numbers = dict(zip(NUMBERS, written.numbers[:, order], strict=True))
+    file_nbytes = torch.zeros(len(written.files), dtype=torch.int64)
+    ends = numbers["start"] + numbers["nbytes"]
+    file_nbytes.scatter_reduce_(0, numbers["file"], ends, "amax")
     meta = metadata.storage_meta or StorageMeta()
     paths, containers, extra = _split_planner_data(metadata)
     return Manifest(
@@ -58,8 +49,8 @@ def make_manifest(metadata: Metadata, results: Sequence[ResultColumns], *, world
         block_size=BLOCK_SIZE,
         checkpoint_id=None if meta.checkpoint_id is None else str(meta.checkpoint_id),
         modules=list(meta.modules),
-        file_names=list(file_ends),
-        file_nbytes=column(file_ends.values(), "q"),
+        file_names=list(written.files),
+        file_nbytes=column_of(file_nbytes),
         keys=description.keys,
         kinds=description.kinds,
         properties=description.properties,
@@ -69,111 +60,147 @@ def make_manifest(metadata: Metadata, results: Sequence[ResultColumns], *, world
         tensor_chunks=description.tensor_chunks,
         chunk_offsets=description.chunk_offsets,
         chunk_lengths=description.chunk_lengths,
-        transforms=[list(stack) for stack in descriptors] or [[]],
-        item_files=column(map(of_file.__getitem__, sorted_by_row(written.file)), "I"),
-        item_offsets=column(sorted_by_row(written.start), "q"),
-        item_nbytes=column(sorted_by_row(written.nbytes), "q"),
-        item_payload_offsets=column(sorted_by_row(written.payload_start), "q"),
-        item_payload_nbytes=column(sorted_by_row(written.payload_nbytes), "q"),
-        item_raw_nbytes=column(sorted_by_row(written.raw_nbytes), "q"),
-        item_transforms=column(sorted_by_row(transforms), "I"),
-        item_blocks=column(blocks, "I"),
-        item_wrap_checksums=column(sorted_by_row(written.wraps), "I"),
-        checksums=_checksums(written, order),
+        transforms=[list(stack) for stack in written.stacks] or [[]],
+        item_files=column_of(numbers["file"], small=True),
+        item_offsets=column_of(numbers["start"]),
+        item_nbytes=column_of(numbers["nbytes"]),
+        item_payload_offsets=column_of(numbers["payload_start"]),
+        item_payload_nbytes=column_of(numbers["payload_nbytes"]),
+        item_raw_nbytes=column_of(numbers["raw_nbytes"]),
+        item_transforms=column_of(written.stack[order], small=True),
+        item_blocks=column_of(numbers["blocks"], small=True),
+        item_wrap_checksums=column_of(numbers["wrap"], small=True),
+        checksums=written.checksums(order),
         paths=encode_paths(description.keys, paths),
         containers=encode_containers(containers),
         planner_pickle=extra,
     )
 
 
-def _joined(results: Sequence[ResultColumns]) -> ResultColumns:
-    if len(results) == 1:
-        return results[0]
-    joined = ResultColumns()
-    for of_rank in results:
-        joined.extend(of_rank)
-    return joined
+class _Written:
+    """The results of all ranks, one below the other, and the row of the manifest that each belongs to.
 
+    Attributes:
+        files: The names of the files, each once.
+        stacks: The different stacks of transforms.
+        stack: For each result the number of its stack.
+        numbers: As in the results, with the files counted over all of them.
+    """
 
-def _transforms(results: Sequence[ResultColumns]) -> tuple[list[tuple[str, ...]], list[int]]:
-    """The different stacks of transforms, and the number of its stack for each item."""
-    stacks: dict[tuple[str, ...], int] = {}
-    used = list[int]()
-    for part in results:
-        used += [stacks.setdefault(part.descriptors or (), len(stacks))] * len(part)
-    return list(stacks), used
-
-
-def _checksums(written: ResultColumns, order: list[int] | None) -> bytes:
-    if order is None:
-        return bytes(written.checksums)
-    ends = list(itertools.accumulate(4 * blocks for blocks in written.blocks))
-    starts = [0, *ends]
-    return b"".join([written.checksums[starts[number] : ends[number]] for number in order])
-
-
-def _order(written: ResultColumns, description: Description, directory: Directory) -> list[int] | None:
-    """The numbers of the results in the order of the manifest's rows; None if they are in it already."""
-    rows = _rows(written, directory)
-    total = directory.row[-1]
-    order: list[int] | None = None
-    if rows != list(range(total)):
-        order = _inverse(rows, total, directory)
-    in_order = written.offset if order is None else [written.offset[number] for number in order]
-    boxes = column(concatenated(box for n in in_order if n >= 0 and (box := written.offsets[n])), "q")
-    if boxes != description.chunk_offsets:
-        raise IncompleteWriteError(
-            "items report other chunks than the plan has. Nothing was committed. A planner that changes "
-            "its plan after create_global_plan must keep the items' names."
-        )
-    return order
-
-
-def _rows(written: ResultColumns, directory: Directory) -> list[int]:
-    """The row of the manifest that each result belongs to."""
-    numbers, first = directory.numbers, directory.row
-    try:
-        starts = list(map(first.__getitem__, map(numbers.__getitem__, written.keys)))
-    except KeyError as error:
-        raise IncompleteWriteError(
-            f"{error.args[0]}: written, but not described by the plan. Nothing was committed.",
-            key=error.args[0],
-        ) from None
-    if min(written.hints, default=0) >= 0 or not any(count > 1 for count in directory.count):
-        return [
-            start + hint if hint > 0 else start for start, hint in zip(starts, written.hints, strict=True)
+    def __init__(self, results: Sequence[ResultColumns], directory: Directory) -> None:
+        self.results = results
+        self.directory = directory
+        self.files: dict[str, int] = {}
+        self.stacks: dict[tuple[str, ...], int] = {}
+        counts = torch.tensor([len(part) for part in results], dtype=torch.int64)
+        used = [self.stacks.setdefault(part.descriptors or (), len(self.stacks)) for part in results]
+        self.stack = torch.repeat_interleave(torch.tensor(used, dtype=torch.int64), counts)
+        empty = torch.empty(len(NUMBERS), 0, dtype=torch.int64)
+        self.numbers = torch.cat([empty, *(part.numbers for part in results)], 1)
+        files = [
+            torch.tensor([self.files.setdefault(name, len(self.files)) for name in part.files])[
+                part.column("file")
+            ]
+            for part in results
+            if len(part)
         ]
-    found = []
-    chunks: dict[str, dict[tuple[int, ...], int]] = {}
-    offsets = [*written.offsets, None]
-    for key, start, offset in zip(written.keys, starts, written.offset, strict=True):
-        number = directory.numbers[key]
-        if directory.count[number] <= 1:
-            found.append(start)
-            continue
-        if key not in chunks:
-            chunks[key] = {tuple(at): n for n, (at, _) in enumerate(directory.boxes(number))}
-        # Of a chunk that the key does not have: a row that is not there.
-        found.append(start + chunks[key].get(tuple(offsets[offset] or ()), 1 << 40))
-    return found
+        if files:
+            self.numbers[NUMBERS.index("file")] = torch.cat(files)
 
+    def order(self, description: Description) -> torch.Tensor:
+        """The numbers of the results in the order of the manifest's rows.
 
-def _inverse(rows: list[int], total: int, directory: Directory) -> list[int]:
-    order = [-1] * total
-    for number, row in enumerate(rows):
-        if row >= total or order[row] >= 0:
-            raise _wrong_account(row, total, directory, "reported twice, or not described by the plan")
-        order[row] = number
-    if len(rows) != total:
-        raise _wrong_account(order.index(-1), total, directory, "never reported as written")
-    return order
+        Raises:
+            IncompleteWriteError: They are not one for each row.
+        """
+        rows, total = self._rows(), self.directory.row[-1]
+        order = torch.argsort(rows, stable=True)
+        found = rows[order]
+        if len(rows) != total or not torch.equal(found, torch.arange(total)):
+            raise self._wrong_account(found, total)
+        boxes = [box or () for part in self.results for box in part.offsets]
+        # The last one is what the number -1 finds.
+        boxes.append(())
+        used = self._offset_numbers()[order].tolist()
+        if column(concatenated([boxes[number] for number in used]), "q") != description.chunk_offsets:
+            raise IncompleteWriteError(
+                "items report other chunks than the plan has. Nothing was committed. A planner that "
+                "changes its plan after create_global_plan must keep the items' names."
+            )
+        return order
 
+    def _offset_numbers(self) -> torch.Tensor:
+        """For each result the number of its offset, counted over all ranks; -1 for what is not a tensor."""
+        numbers = self.numbers[NUMBERS.index("offset")].clone()
+        at = begin = 0
+        for part in self.results:
+            of_part = numbers[begin : begin + len(part)]
+            of_part[of_part >= 0] += at
+            begin += len(part)
+            at += len(part.offsets)
+        return numbers
 
-def _wrong_account(row: int, total: int, directory: Directory, what: str) -> IncompleteWriteError:
-    key = next((key for key, n in directory.numbers.items() if directory.row[n + 1] > row), "an item")
-    return IncompleteWriteError(
-        f"{key}: {what}; the plan has {total} items. Nothing was committed.", key=key, expected=total
-    )
+    def _rows(self) -> torch.Tensor:
+        """The row of the manifest that each result belongs to."""
+        first, numbers = self.directory.row, self.directory.numbers
+        starts, before = list[torch.Tensor](), None
+        for part in self.results:
+            if part.keys == before:
+                starts.append(starts[-1])
+                continue
+            try:
+                of_part = list(map(first.__getitem__, map(numbers.__getitem__, part.keys)))
+            except KeyError as error:
+                raise IncompleteWriteError(
+                    f"{error.args[0]}: written, but not described by the plan. Nothing was committed.",
+                    key=error.args[0],
+                ) from None
+            starts.append(torch.tensor(of_part, dtype=torch.int64))
+            before = part.keys
+        hints = self.numbers[NUMBERS.index("hint")]
+        is_tensor = self.numbers[NUMBERS.index("offset")] >= 0
+        if bool(((hints < 0) & is_tensor).any()):
+            hints = torch.tensor(self._search(), dtype=torch.int64)
+        return torch.cat([torch.empty(0, dtype=torch.int64), *starts]) + hints.clamp(min=0)
+
+    def _search(self) -> list[int]:
+        """For each result the place of its chunk among those of its key, found by its offset."""
+        chunks: dict[str, dict[tuple[int, ...], int]] = {}
+        found = []
+        for part in self.results:
+            offsets = [*part.offsets, None]
+            for key, offset in zip(part.keys, part.column("offset").tolist(), strict=True):
+                if key not in chunks:
+                    boxes = self.directory.boxes(self.directory.numbers[key])
+                    chunks[key] = {tuple(at): number for number, (at, _) in enumerate(boxes)}
+                # Of a chunk that the key does not have: a row that is not there.
+                found.append(chunks[key].get(tuple(offsets[offset] or ()), 1 << 40 if offset >= 0 else 0))
+        return found
+
+    def _wrong_account(self, found: torch.Tensor, total: int) -> IncompleteWriteError:
+        rows, directory = found.tolist(), self.directory
+        row = next((at for at, number in enumerate(rows) if at != number), len(rows))
+        row = min(row, *rows[row : row + 1]) if row < len(rows) else row
+        key = next((key for key, n in directory.numbers.items() if directory.row[n + 1] > row), None)
+        return IncompleteWriteError(
+            f"{key or 'an item'}: written by nobody, by two, or not described by the plan. The plan has "
+            f"{total} items, and {len(rows)} were reported. Nothing was committed.",
+            key=key,
+            expected=total,
+            found=len(rows),
+        )
+
+    def checksums(self, order: torch.Tensor) -> bytes:
+        """The checksums of all blocks, in the order of the manifest's rows."""
+        together = b"".join([part.checksums for part in self.results])
+        blocks = self.numbers[NUMBERS.index("blocks")]
+        if torch.equal(order, torch.arange(len(order))):
+            return together
+        if bool((blocks == 1).all()):
+            return column_of(torch.frombuffer(bytearray(together), dtype=torch.int32)[order], small=True)
+        ends = torch.cumsum(4 * blocks, 0)
+        starts = (ends - 4 * blocks)[order].tolist()
+        return b"".join([together[a:b] for a, b in zip(starts, ends[order].tolist(), strict=True)])
 
 
 def _split_planner_data(

@@ -11,132 +11,137 @@ from holdfast._storage.record import StorageInfo
 from holdfast.metadata import MetadataIndex
 from holdfast.storage import WriteResult
 
-__all__ = ["ResultColumns", "Results", "result_columns"]
+__all__ = ["NUMBERS", "Notes", "ResultColumns", "Results", "result_columns"]
 
-_NUMBERS = ("offset", "hints", "file", "start", "nbytes", "payload_start", "payload_nbytes", "raw_nbytes")
-_SMALL_NUMBERS = ("wraps", "blocks")
+NUMBERS = (
+    *("offset", "hint", "file", "start", "nbytes", "payload_start", "payload_nbytes", "raw_nbytes"),
+    *("wrap", "blocks"),
+)
+"""The numbers that are kept for each item: see :class:`Notes`."""
 
 
-class ResultColumns:
-    """The places of items. Each attribute but the last four has an entry for each item.
+class Notes:
+    """The places of items, while they are being written.
 
     Attributes:
-        keys: Its flat key.
-        offset: The number of its offset in ``offsets``.
-        hints: Its place among the chunks of its key; -1 if that is not known.
-        file: The number of its file in ``files``.
+        keys: The flat key of each item.
+        offset: The number of its offset among those of the plan; -1 for what is not a tensor.
+        hint: Its place among the chunks of its key; -1 if that is not known.
+        file: The number of its file.
         start: Where it begins in the file.
         nbytes: How long it is there.
         payload_start: Where the checked bytes begin in it.
         payload_nbytes: How many they are.
         raw_nbytes: Its length before transforms.
-        wraps: The checksum of what is around the checked bytes.
+        wrap: The checksum of what is around the checked bytes.
         blocks: How many checksums of blocks it has.
         checksums: The checksums of all blocks of all items.
-        offsets: The offsets; None for what is not a tensor.
-        files: The files' names.
-        descriptors: The transforms that all items went through.
     """
 
-    __slots__ = ("checksums", "descriptors", "files", "keys", "offsets", *_NUMBERS, *_SMALL_NUMBERS)
+    __slots__ = ("checksums", "keys", *NUMBERS)
 
-    keys: list[str]
     offset: list[int]
-    hints: list[int]
+    hint: list[int]
     file: list[int]
     start: list[int]
     nbytes: list[int]
     payload_start: list[int]
     payload_nbytes: list[int]
     raw_nbytes: list[int]
-    wraps: list[int]
+    wrap: list[int]
     blocks: list[int]
 
-    def __init__(self, descriptors: tuple[str, ...] | None = None) -> None:
-        for name in ("keys", *_NUMBERS, *_SMALL_NUMBERS):
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+        for name in NUMBERS:
             setattr(self, name, [])
         self.checksums = bytearray()
-        self.offsets: list[torch.Size | None] = []
-        self.files: list[str] = []
+
+    def extend(self, other: "Notes") -> None:
+        """Add those of another file."""
+        for name in ("keys", *NUMBERS, "checksums"):
+            getattr(self, name).extend(getattr(other, name))
+
+    def sealed(
+        self,
+        offsets: Sequence[torch.Size | None],
+        files: list[str],
+        descriptors: tuple[str, ...] | None,
+    ) -> "ResultColumns":
+        """All of it as columns that do not change any more."""
+        numbers = array("q")
+        for name in NUMBERS:
+            numbers.extend(getattr(self, name))
+        return ResultColumns(self.keys, numbers.tobytes(), bytes(self.checksums), offsets, files, descriptors)
+
+
+class ResultColumns:
+    """The places of items.
+
+    Attributes:
+        keys: The flat key of each item.
+        numbers: For each of ``NUMBERS`` a row of integers, one for each item.
+        checksums: The checksums of all blocks of all items, 4 bytes each.
+        offsets: The offsets that items refer to.
+        files: The names of the files that items refer to.
+        descriptors: The transforms that all items went through.
+    """
+
+    __slots__ = ("checksums", "descriptors", "files", "keys", "numbers", "offsets")
+
+    def __init__(
+        self,
+        keys: list[str],
+        numbers: bytes,
+        checksums: bytes,
+        offsets: Sequence[torch.Size | None],
+        files: list[str],
+        descriptors: tuple[str, ...] | None,
+    ) -> None:
+        self.keys = keys
+        self.numbers = (
+            torch.frombuffer(bytearray(numbers), dtype=torch.int64).view(len(NUMBERS), -1)
+            if numbers
+            else torch.empty(len(NUMBERS), 0, dtype=torch.int64)
+        )
+        self.checksums = checksums
+        self.offsets = offsets
+        self.files = files
         self.descriptors = descriptors
 
     def __len__(self) -> int:
         return len(self.keys)
 
-    def extend(self, other: "ResultColumns") -> None:
-        """Add the items of another file of the same rank, or of another rank."""
-        assert other.descriptors == self.descriptors or not len(self)
-        self.descriptors = other.descriptors
-        first_file, first_offset = len(self.files), len(self.offsets)
-        for name in ("keys", *_NUMBERS, *_SMALL_NUMBERS):
-            getattr(self, name).extend(getattr(other, name))
-        added = len(other)
-        if first_file and added:
-            self.file[-added:] = [number + first_file for number in other.file]
-        # The files of one plan share their offsets.
-        if other.offsets is not self.offsets:
-            if first_offset and added:
-                self.offset[-added:] = [n if n < 0 else n + first_offset for n in other.offset]
-            self.offsets = self.offsets + other.offsets
-        self.files += other.files
-        self.checksums += other.checksums
-
-    def places(self) -> Iterator[StorageInfo]:
-        """The place of each item as a record."""
-        at = 0
-        for number, blocks in enumerate(self.blocks):
-            yield StorageInfo(
-                self.files[self.file[number]],
-                self.start[number],
-                self.nbytes[number],
-                self.descriptors,
-                self.payload_start[number],
-                self.payload_nbytes[number],
-                self.raw_nbytes[number],
-                bytes(self.checksums[at : at + 4 * blocks]),
-                self.wraps[number],
-            )
-            at += 4 * blocks
+    def column(self, name: str) -> torch.Tensor:
+        """One of the numbers, for all items."""
+        return self.numbers[NUMBERS.index(name)]
 
     def results(self) -> Iterator[WriteResult]:
         """The result of each item as a record."""
         offsets = [*self.offsets, None]
-        names = zip(self.keys, self.offset, self.hints, self.places(), strict=True)
-        for key, offset, hint, place in names:
+        at = 0
+        rows = zip(self.keys, *self.numbers.tolist(), strict=True)
+        for key, offset, hint, file, start, nbytes, payload, payload_nbytes, raw, wrap, blocks in rows:
+            sums = self.checksums[at : at + 4 * blocks]
+            at += 4 * blocks
+            place = StorageInfo(
+                self.files[file], start, nbytes, self.descriptors, payload, payload_nbytes, raw, sums, wrap
+            )
             index = MetadataIndex(key, offsets[offset], None if hint < 0 else hint)
-            yield WriteResult(index, place.length, place)
+            yield WriteResult(index, nbytes, place)
 
     def __reduce__(self) -> Any:
-        numbers = [array("q", getattr(self, name)).tobytes() for name in _NUMBERS]
-        small = [array("I", getattr(self, name)).tobytes() for name in _SMALL_NUMBERS]
-        return _from_parts, (
+        numbers = array("q")
+        for row in self.numbers:
+            numbers.extend(row.tolist())
+        return ResultColumns, (
             self.keys,
-            numbers,
-            small,
-            bytes(self.checksums),
+            numbers.tobytes(),
+            self.checksums,
             self.offsets,
             self.files,
             self.descriptors,
         )
-
-
-def _from_parts(
-    keys: list[str],
-    numbers: list[bytes],
-    small: list[bytes],
-    checksums: bytes,
-    offsets: list[torch.Size | None],
-    files: list[str],
-    descriptors: tuple[str, ...] | None,
-) -> ResultColumns:
-    made = ResultColumns(descriptors)
-    made.keys = keys
-    for name, data in zip(_NUMBERS, numbers, strict=True):
-        setattr(made, name, memoryview(data).cast("q").tolist())
-    for name, data in zip(_SMALL_NUMBERS, small, strict=True):
-        setattr(made, name, memoryview(data).cast("I").tolist())
-    made.checksums, made.offsets, made.files = bytearray(checksums), offsets, files
-    return made
 
 
 class Results(DeferredList[WriteResult]):
@@ -162,25 +167,26 @@ def result_columns(results: Sequence[WriteResult]) -> list[ResultColumns]:
     """Results as columns, whatever they are: one set of columns for each stack of transforms."""
     if isinstance(results, Results) and results.columns is not None:
         return [results.columns]
-    made: dict[tuple[str, ...] | None, ResultColumns] = {}
+    made: dict[tuple[str, ...] | None, tuple[Notes, list[Any], dict[str, int]]] = {}
     for result in results:
         info: StorageInfo = result.storage_data
         descriptors = tuple(info.transform_descriptors) if info.transform_descriptors else None
-        columns = made.setdefault(descriptors, ResultColumns(descriptors))
+        notes, offsets, files = made.setdefault(descriptors, (Notes(), [], {}))
         hint = result.index.index
-        if not columns.files or columns.files[-1] != info.relative_path:
-            columns.files.append(info.relative_path)
-        columns.keys.append(result.index.fqn)
-        columns.offset.append(len(columns.offsets))
-        columns.offsets.append(result.index.offset)
-        columns.hints.append(-1 if hint is None else hint)
-        columns.file.append(len(columns.files) - 1)
-        columns.start.append(info.offset)
-        columns.nbytes.append(info.length)
-        columns.payload_start.append(info.payload_offset)
-        columns.payload_nbytes.append(info.payload_nbytes)
-        columns.raw_nbytes.append(info.raw_nbytes)
-        columns.wraps.append(info.wrap_checksum)
-        columns.blocks.append(len(info.checksums) // 4)
-        columns.checksums += info.checksums
-    return list(made.values())
+        notes.keys.append(result.index.fqn)
+        notes.offset.append(-1 if result.index.offset is None else len(offsets))
+        offsets.append(result.index.offset)
+        notes.hint.append(-1 if hint is None else hint)
+        notes.file.append(files.setdefault(info.relative_path, len(files)))
+        notes.start.append(info.offset)
+        notes.nbytes.append(info.length)
+        notes.payload_start.append(info.payload_offset)
+        notes.payload_nbytes.append(info.payload_nbytes)
+        notes.raw_nbytes.append(info.raw_nbytes)
+        notes.wrap.append(info.wrap_checksum)
+        notes.blocks.append(len(info.checksums) // 4)
+        notes.checksums += info.checksums
+    return [
+        notes.sealed(offsets, list(files), descriptors)
+        for descriptors, (notes, offsets, files) in made.items()
+    ]

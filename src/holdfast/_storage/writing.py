@@ -21,7 +21,7 @@ from holdfast._storage.item_writer import SMALL, ItemWriter
 from holdfast._storage.metadata_writing import dump_manifest
 from holdfast._storage.names import is_data_file, is_leftover, is_rank_metadata, shows_a_checkpoint
 from holdfast._storage.reading import read_metadata_file
-from holdfast._storage.results import ResultColumns, Results
+from holdfast._storage.results import Notes, Results
 from holdfast.errors import CheckpointError, InvalidPlanError, StorageError
 from holdfast.extension import StreamTransformExtension
 from holdfast.metadata import Metadata
@@ -58,33 +58,33 @@ def write_items(
     copy_at_once = max(1 << 20, min(_FILE_BUFFERS, budget // threads - _FILE_BUFFERS))
     finished: list[str] = []
 
-    def job(file_number: int, numbers: Sequence[int]) -> ResultColumns:
+    def job(file_number: int, numbers: Sequence[int]) -> Notes:
         name = name_file(file_number)
         hint = sum(work.nbytes[number] for number in numbers) + 1024 * len(numbers)
         with store.create(name, nbytes_hint=hint, durable=durable) as file:
-            writer = ItemWriter(file, name, work.columns, transforms, copy_at_once=copy_at_once)
+            writer = ItemWriter(file, file_number, work.columns, transforms, copy_at_once=copy_at_once)
             for portion in work.portions(numbers):
                 cancellation.check()
                 with work.naming(portion):
                     work.write(writer, portion)
             # What was buffered leaves only now: any of the file's items may be the one that fails.
             with work.naming(numbers):
-                results = writer.finish()
+                notes = writer.finish()
         finished.append(name)
-        return results
+        return notes
 
     jobs = [(lambda number=number, items=items: job(number, items)) for number, items in enumerate(buckets)]
-    written = ResultColumns(tuple(transform.get_descriptor() for transform in transforms) or None)
-    written.offsets = work.columns.offsets
+    written = Notes()
     try:
-        for results in pool.run(jobs, threads=threads, cancellation=cancellation):
-            written.extend(results)
+        for notes in pool.run(jobs, threads=threads, cancellation=cancellation):
+            written.extend(notes)
         if durable and jobs:
             store.sync()
     except BaseException:
         _delete_quietly(store, finished)
         raise
-    return Results(written)
+    descriptors = tuple(transform.get_descriptor() for transform in transforms) or None
+    return Results(written.sealed(work.columns.offsets, list(map(name_file, range(len(jobs)))), descriptors))
 
 
 class _Work:
