@@ -22,6 +22,7 @@
     │   ├── UnknownExtensionError
     │   └── ExtensionUnavailableError(ImportError)
     ├── RemoteError                             an error of another process, described in text
+    ├── RankLostError                           a rank ended, stopped or was interrupted in a step
     └── CheckpointException                     one step failed on some ranks
 
 Catch ``CheckpointError`` for all of them. Each class also inherits the builtin that
@@ -52,6 +53,7 @@ __all__ = [
     "MetadataFormatError",
     "MissingKeyError",
     "PlanError",
+    "RankLostError",
     "RemoteError",
     "ShapeMismatchError",
     "StorageError",
@@ -187,6 +189,10 @@ class RemoteError(CheckpointError):
         except Exception as failure:  # noqa: BLE001 - a stranger's __str__ may raise anything
             text = f"<its message could not be made: {type(failure).__name__}>"
         return cls(f"{type_name}: {text}", type_name=type_name)
+
+
+class RankLostError(CheckpointError):
+    """A rank took no part in a step to its end: it died, exited, stopped answering or was interrupted."""
 
 
 class CheckpointException(CheckpointError):  # noqa: N818 - the name is torch's

@@ -15,6 +15,7 @@ from holdfast._format.metadata_file import FILE_NAME
 from holdfast._io.local import LocalStore
 from holdfast._io.store import ByteStore
 from holdfast._plan.entries import directory_of
+from holdfast._shortcuts import alike_everywhere, passes_plans_on
 from holdfast._storage.metadata_writing import VERSION, make_manifest
 from holdfast._storage.reading import read_items, read_metadata_file
 from holdfast._storage.results import result_columns
@@ -283,6 +284,7 @@ class FileSystemReader(StorageReader):
     def _store(self) -> ByteStore:
         return LocalStore(os.fspath(self.path))
 
+    @alike_everywhere
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
         """The checkpoint's metadata; with ``rank``, that of one rank's own part."""
         metadata = read_metadata_file(self._store(), rank=kwargs.get("rank"), allow_pickle=self.allow_pickle)
@@ -310,6 +312,7 @@ class FileSystemReader(StorageReader):
         """Nothing to add."""
         return plan
 
+    @passes_plans_on
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Nothing to add."""
         return plans

@@ -11,7 +11,7 @@ from holdfast._engine.collector import paused_collector
 from holdfast._engine.load import run_load
 from holdfast._engine.stateful import open_states, return_states
 from holdfast._foreign import our_load_planner, our_storage_reader
-from holdfast._ranks.exchange import open_exchange
+from holdfast._ranks.among_ranks import DEFAULT_PEER_TIMEOUT, open_exchange
 from holdfast._storage_choice import choose_reader
 from holdfast.default_planner import DefaultLoadPlanner, EmptyStateDictLoadPlanner
 from holdfast.errors import UsageError
@@ -44,6 +44,7 @@ def load(
     allow_partial_load: bool = False,
     allow_pickle: bool = False,
     safe_globals: Iterable[Callable[..., Any] | type] = (),
+    peer_timeout: float = DEFAULT_PEER_TIMEOUT,
 ) -> None:
     """Load a checkpoint into a state, in place: on every rank of the group, each its own part.
 
@@ -69,6 +70,8 @@ def load(
         allow_partial_load: Leave alone what the checkpoint does not have, instead of raising.
         allow_pickle: Let objects be unpickled freely, running whatever code the checkpoint holds.
         safe_globals: Classes and functions that objects of the checkpoint may use.
+        peer_timeout: After how many seconds without a sign of life a rank is taken for dead, and all
+            others raise. Slow storage is not silence: a rank that reads for hours is waited for.
 
     Raises:
         UsageError: The arguments do not go together.
@@ -85,18 +88,19 @@ def load(
         "allow_pickle": allow_pickle,
         "safe_globals": tuple(safe_globals),
     }
-    given = ", ".join(name for name, value in options.items() if value != _NOT_GIVEN[name])
-    if planner is not None and given:
-        raise UsageError(f"give {given} to the planner that you pass, not to load")
-    reader = choose_reader(storage_reader, checkpoint_id)
-    opened, found = open_states(state_dict)
-    run_load(
-        opened,
-        DefaultLoadPlanner(**options) if planner is None else our_load_planner(planner),  # type: ignore[arg-type]
-        our_storage_reader(reader),
-        open_exchange(process_group, no_dist=no_dist),
-    )
-    return_states(state_dict, opened, found)
+    with open_exchange(process_group, purpose="load", no_dist=no_dist, peer_timeout=peer_timeout) as exchange:
+        given = ", ".join(name for name, value in options.items() if value != _NOT_GIVEN[name])
+        if planner is not None and given:
+            raise UsageError(f"give {given} to the planner that you pass, not to load")
+        reader = choose_reader(storage_reader, checkpoint_id)
+        opened, found = open_states(state_dict)
+        run_load(
+            opened,
+            DefaultLoadPlanner(**options) if planner is None else our_load_planner(planner),  # type: ignore[arg-type]
+            our_storage_reader(reader),
+            exchange,
+        )
+        return_states(state_dict, opened, found)
 
 
 @deprecated("load_state_dict is deprecated: use load", category=FutureWarning)
@@ -109,13 +113,16 @@ def load_state_dict(
     planner: LoadPlanner | None = None,
 ) -> None:
     """The name of :func:`load` before torch 2.2. Stateful objects are not opened."""
-    storage_reader.reset()
-    run_load(
-        state_dict,
-        DefaultLoadPlanner() if planner is None else our_load_planner(planner),
-        our_storage_reader(storage_reader),
-        open_exchange(process_group, no_dist=no_dist, coordinator_rank=coordinator_rank),
-    )
+    with open_exchange(
+        process_group, purpose="load", no_dist=no_dist, coordinator_rank=coordinator_rank
+    ) as exchange:
+        storage_reader.reset()
+        run_load(
+            state_dict,
+            DefaultLoadPlanner() if planner is None else our_load_planner(planner),
+            our_storage_reader(storage_reader),
+            exchange,
+        )
 
 
 def _load_state_dict_from_keys(
@@ -128,10 +135,11 @@ def _load_state_dict_from_keys(
     """Load what is under ``keys``, or everything, into a new nested state; torch has it under this name."""
     state: dict[str, Any] = {}
     wanted = {keys} if isinstance(keys, str) else keys
-    run_load(
-        state,
-        EmptyStateDictLoadPlanner(wanted or None),
-        our_storage_reader(choose_reader(storage_reader, checkpoint_id)),
-        open_exchange(process_group, no_dist=False),
-    )
+    with open_exchange(process_group, purpose="load") as exchange:
+        run_load(
+            state,
+            EmptyStateDictLoadPlanner(wanted or None),
+            our_storage_reader(choose_reader(storage_reader, checkpoint_id)),
+            exchange,
+        )
     return state

@@ -10,7 +10,8 @@ from holdfast._engine.collector import paused_collector
 from holdfast._engine.save import run_save
 from holdfast._engine.stateful import open_states
 from holdfast._foreign import our_save_planner, our_storage_writer
-from holdfast._ranks.exchange import Alone, open_exchange
+from holdfast._ranks.among_ranks import DEFAULT_PEER_TIMEOUT, open_exchange
+from holdfast._ranks.exchange import Exchange
 from holdfast._storage_choice import choose_writer
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.metadata import STATE_DICT_TYPE, Metadata
@@ -30,6 +31,7 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
+    peer_timeout: float = DEFAULT_PEER_TIMEOUT,
 ) -> Metadata:
     """Save a state: on every rank of the group, each its own part.
 
@@ -50,6 +52,8 @@ def save(
         no_dist: Save from this process alone, whatever groups there are.
         use_collectives: False: each rank writes a checkpoint of its own part, ``__{rank}.metadata``,
             without a word to the others.
+        peer_timeout: After how many seconds without a sign of life a rank is taken for dead, and all
+            others raise. Slow storage is not silence: a rank that writes for hours is waited for.
 
     Returns:
         The metadata of the checkpoint.
@@ -61,15 +65,16 @@ def save(
     Example:
         >>> holdfast.save({"model": model, "optimizer": optimizer}, checkpoint_id="checkpoints/100")
     """
-    opened, _ = open_states(state_dict)
-    return _save(
-        opened,
-        choose_writer(storage_writer, checkpoint_id),
-        planner,
-        process_group=process_group,
+    with open_exchange(
+        process_group,
+        purpose="save",
         no_dist=no_dist,
         use_collectives=use_collectives,
-    )
+        peer_timeout=peer_timeout,
+    ) as exchange:
+        opened, _ = open_states(state_dict)
+        writer = choose_writer(storage_writer, checkpoint_id)
+        return _save(opened, writer, planner, exchange, use_collectives=use_collectives)
 
 
 @deprecated("save_state_dict is deprecated: use save", category=FutureWarning)
@@ -82,30 +87,21 @@ def save_state_dict(
     planner: SavePlanner | None = None,
 ) -> Metadata:
     """The name of :func:`save` before torch 2.2. Stateful objects are not opened."""
-    storage_writer.reset()
-    return _save(
-        state_dict,
-        storage_writer,
-        planner,
-        process_group=process_group,
-        coordinator_rank=coordinator_rank,
-        no_dist=no_dist,
-    )
+    with open_exchange(
+        process_group, purpose="save", no_dist=no_dist, coordinator_rank=coordinator_rank
+    ) as exchange:
+        storage_writer.reset()
+        return _save(state_dict, storage_writer, planner, exchange)
 
 
 def _save(
     state_dict: dict[str, Any],
     writer: StorageWriter,
     planner: SavePlanner | None,
+    exchange: Exchange,
     *,
-    process_group: dist.ProcessGroup | None,
-    coordinator_rank: int = 0,
-    no_dist: bool,
     use_collectives: bool = True,
 ) -> Metadata:
-    exchange = open_exchange(process_group, no_dist=no_dist, coordinator_rank=coordinator_rank)
-    if not use_collectives:
-        exchange = Alone(exchange.rank)
     return run_save(
         state_dict,
         DefaultSavePlanner() if planner is None else our_save_planner(planner),

@@ -1,9 +1,11 @@
 """A load, from top to bottom."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from holdfast._ranks.exchange import Exchange
+from holdfast._shortcuts import is_alike_everywhere, leaves_plans_alone
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner
 from holdfast.storage import StorageReader
@@ -22,17 +24,15 @@ def run_load(
     Raises:
         CheckpointException: A step failed on some rank; the same on every rank.
     """
+    shared = _read_shared_metadata(reader, exchange)
 
     def need() -> LoadPlan:
-        metadata, is_shared = _read_metadata(reader, exchange.rank)
+        metadata = shared or _read_own_metadata(reader, exchange.rank)
         planner.set_up_planner(state_dict, metadata, exchange.is_coordinator)
-        _set_up(reader, metadata, exchange, is_shared)
+        _set_up(reader, metadata, exchange, is_shared=shared is not None)
         return reader.prepare_local_plan(planner.create_local_plan())
 
-    def look_at_all(needs: list[LoadPlan]) -> list[LoadPlan]:
-        return reader.prepare_global_plan(planner.create_global_plan(needs))
-
-    plan = exchange.decide("plan", need, look_at_all)
+    plan = _plan(need, planner, reader, exchange)
 
     def read() -> None:
         reader.read_data(planner.finish_plan(plan), planner).wait()
@@ -40,25 +40,59 @@ def run_load(
     exchange.agree("read", read, lambda _: None)
 
 
-def _read_metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
-    """The metadata that all ranks share or, where there is none at all, that of this rank's own part.
+def _plan(
+    need: Callable[[], LoadPlan], planner: LoadPlanner, reader: StorageReader, exchange: Exchange
+) -> LoadPlan:
+    """What this rank reads, once all ranks know what they need."""
+    if leaves_plans_alone(planner, "create_global_plan") and leaves_plans_alone(
+        reader, "prepare_global_plan"
+    ):
+        mine: list[LoadPlan] = []
+        exchange.agree("plan", lambda: mine.append(need()), lambda _: None)
+        return mine[0]
+    return exchange.decide(
+        "plan", need, lambda needs: reader.prepare_global_plan(planner.create_global_plan(needs))
+    )
+
+
+def _read_shared_metadata(reader: StorageReader, exchange: Exchange) -> Metadata | None:
+    """The metadata that all ranks share; None where there are only ranks' own parts.
 
     Metadata that is there and cannot be read is an error: whatever else is in that place is older.
     """
-    try:
-        return reader.read_metadata(), True
-    except FileNotFoundError as absent:
-        if "kwargs" not in inspect.signature(reader.read_metadata).parameters:
-            raise
+
+    def read() -> Metadata | None:
         try:
-            return reader.read_metadata(rank=rank), False
+            return reader.read_metadata()
         except FileNotFoundError:
-            raise absent from None
+            if not _takes_keywords(reader.read_metadata):
+                raise
+            return None
+
+    if is_alike_everywhere(reader, "read_metadata"):
+        return exchange.share("read metadata", read)
+    # A reader that we do not know may do more than read.
+    own: list[Metadata | None] = []
+    found = exchange.agree("read metadata", lambda: own.append(read()), lambda _: None)
+    assert found is None
+    return own[0]
 
 
-def _set_up(reader: StorageReader, metadata: Metadata, exchange: Exchange, is_shared: bool) -> None:
-    # Readers from before these keyword arguments existed do not take them.
-    if "kwargs" in inspect.signature(reader.set_up_storage_reader).parameters:
+def _read_own_metadata(reader: StorageReader, rank: int) -> Metadata:
+    try:
+        return reader.read_metadata(rank=rank)
+    except FileNotFoundError:
+        # Neither is there: say what is missing of the usual kind.
+        return reader.read_metadata()
+
+
+def _takes_keywords(method: Callable[..., Any]) -> bool:
+    """Whether a plugin knows the keyword arguments that interfaces did not always have."""
+    return "kwargs" in inspect.signature(method).parameters
+
+
+def _set_up(reader: StorageReader, metadata: Metadata, exchange: Exchange, *, is_shared: bool) -> None:
+    if _takes_keywords(reader.set_up_storage_reader):
         reader.set_up_storage_reader(
             metadata, exchange.is_coordinator, rank=exchange.rank, use_collectives=is_shared
         )

@@ -55,11 +55,20 @@ class Description(msgspec.Struct, kw_only=True):
             box_at += ndim * count
             yield key, next(property_ids), shape, chunks
 
+    def all_are_whole(self) -> bool:
+        """Whether every tensor is one chunk: what most states with many keys are."""
+        return (
+            self.chunk_lengths == self.tensor_shapes
+            and self.tensor_chunks == (1).to_bytes(4, "little") * len(self.tensor_ndims)
+            and not any(self.chunk_offsets)
+        )
+
 
 class Directory:
     """Where each key's part of the columns begins, by the key's number; for looking at single keys.
 
     Attributes:
+        columns: The columns.
         numbers: Each key's number.
         row: The number of its first item; its chunks' items follow each other.
         ndim: The number of its dimensions; 0 for an object.
@@ -73,11 +82,12 @@ class Directory:
     """
 
     __slots__ = (
-        *("box_at", "count", "kinds", "lengths", "ndim", "numbers", "offsets", "properties", "row"),
-        *("shape_at", "shapes"),
+        *("box_at", "columns", "count", "kinds", "lengths", "ndim", "numbers", "offsets", "properties"),
+        *("row", "shape_at", "shapes"),
     )
 
     def __init__(self, columns: Description) -> None:
+        self.columns = columns
         self.numbers = dict(zip(columns.keys, itertools.count(), strict=False))
         self.kinds = columns.kinds
         count = ints(columns.tensor_chunks, "I").tolist()
@@ -96,6 +106,9 @@ class Directory:
         self.shapes = ints(columns.tensor_shapes, "q").tolist()
         self.offsets = ints(columns.chunk_offsets, "q")
         self.lengths = ints(columns.chunk_lengths, "q")
+
+    def __reduce__(self) -> Any:
+        return Directory, (self.columns,)
 
     def shape(self, number: int) -> list[int]:
         """The shape of a key's tensor."""

@@ -35,9 +35,11 @@ class Entries(DeferredEntries[STORAGE_TYPES]):
 
     __slots__ = ("columns", "described", "directory")
 
-    def __init__(self, columns: Description, *, path: str = "the plan") -> None:
+    def __init__(
+        self, columns: Description, path: str = "the plan", directory: Directory | None = None
+    ) -> None:
         self.columns = columns
-        self.directory = Directory(columns)
+        self.directory = directory or Directory(columns)
         self.described = [_tensor_properties(*words, path=path) for words in columns.properties]
         super().__init__(self.directory.numbers, self._record)
 
@@ -51,6 +53,11 @@ class Entries(DeferredEntries[STORAGE_TYPES]):
         properties.__dict__.update(described.__dict__)
         chunks = DeferredList(directory.count[number], lambda: _chunks(directory, number))
         return TensorStorageMetadata(properties, torch.Size(directory.shape(number)), chunks)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.is_open:
+            return super().__reduce_ex__(protocol)
+        return Entries, (self.columns, "the metadata", self.directory)
 
 
 def _chunks(directory: Directory, number: int) -> Iterable[ChunkStorageMetadata]:

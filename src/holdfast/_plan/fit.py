@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from holdfast._format.description import OBJECT
-from holdfast._plan.entries import directory_of, dtypes_of
-from holdfast._plan.filling import fill_tensor
+from holdfast._plan.entries import description_of, directory_of, dtypes_of
+from holdfast._plan.filling import fill_tensor, is_one_whole_chunk
 from holdfast._plan.read_lines import ReadColumns
 from holdfast._plan.report import Report
-from holdfast._tensors.chunks import global_shape, is_sharded, is_tensor
+from holdfast._tensors.chunks import dtype_of, global_shape, is_tensor, local_parts, refuse_undescribable
+from holdfast.errors import PlanError
 from holdfast.metadata import Metadata
 
 __all__ = ["Fit", "plan_load"]
@@ -40,11 +41,10 @@ def plan_load(state: dict[str, Any], metadata: Metadata, fit: Fit) -> ReadColumn
     directory, dtypes = directory_of(metadata), dtypes_of(metadata)
     columns = ReadColumns(directory)
     report, narrowed, sharded = Report(), list[str](), list[tuple[str, int]]()
-    numbers, kinds, count, strided = directory.numbers, directory.kinds, directory.count, torch.strided
-    box_at, shapes, lengths = directory.box_at, directory.shapes, directory.lengths.tolist()
-    shape_at, row, starts = directory.shape_at, directory.row, directory.offsets
+    numbers, kinds, strided = directory.numbers, directory.kinds, torch.strided
+    shape_at, shapes, row = directory.shape_at, directory.shapes, directory.row
     properties, size = directory.properties, torch.Size
-    none_is_cut = not any(starts)
+    all_are_whole = description_of(metadata).all_are_whole()
     add_key, add_row = columns.keys.append, columns.rows.append
     for key, value in state.items():
         number = numbers.get(key)
@@ -61,14 +61,12 @@ def plan_load(state: dict[str, Any], metadata: Metadata, fit: Fit) -> ReadColumn
         shape = shapes[shape_at[number] : shape_at[number + 1]]
         # What nearly all of 100,000 tensors are: one chunk, and the same on both sides.
         if (
-            none_is_cut
-            and type(value) is torch.Tensor
-            and count[number] == 1
+            type(value) is torch.Tensor
             and value.shape == size(shape)
             and value.dtype is dtypes[properties[number]]
             and value.layout is strided
             and value.is_contiguous()
-            and lengths[box_at[number] : box_at[number + 1]] == shape
+            and (all_are_whole or is_one_whole_chunk(directory, number))
         ):
             add_key(key)
             add_row(row[number])
@@ -112,18 +110,25 @@ def _check_tensor(
         report.shape.append(
             (key, f"Size mismatch: the checkpoint has shape {tuple(size)}, the state {tuple(shape)}")
         )
-    if isinstance(value, torch.Tensor) and not is_sharded(value) and _repeats_memory(value):
+    try:
+        memory = local_parts(value)
+        refuse_undescribable(key, value)
+    except PlanError as error:
+        report.kind.append((key, str(error).removeprefix(f"{key}: ")))
+        return
+    if any(map(_repeats_memory, memory)):
         report.kind.append(
             (key, "the state's tensor is expanded: several elements share one place in memory")
         )
-    if dtype == value.dtype or cast is True:
+    wanted = dtype_of(value)
+    if dtype == wanted or cast is True:
         return
-    if cast is False or _kind(dtype) != _kind(value.dtype):
+    if cast is False or _kind(dtype) != _kind(wanted):
         report.dtype.append(
-            (key, f"the checkpoint has {dtype}, the state {value.dtype}; pass cast=True to cast it")
+            (key, f"the checkpoint has {dtype}, the state {wanted}; pass cast=True to cast it")
         )
     else:
-        narrowed.append(f"{key} from {dtype} to {value.dtype}")
+        narrowed.append(f"{key} from {dtype} to {wanted}")
 
 
 def _repeats_memory(tensor: torch.Tensor) -> bool:

@@ -13,7 +13,8 @@ from holdfast._plan.fit import Fit, plan_load
 from holdfast._plan.own_values import HasOwnValues
 from holdfast._plan.read_lines import ReadLines, keys_of
 from holdfast._plan.structure import Container, Path, Slot, flatten, unflatten
-from holdfast._tensors.chunks import find_chunk, is_any_tensor
+from holdfast._shortcuts import passes_plans_on
+from holdfast._tensors.chunks import find_chunk, is_any_tensor, is_without_memory, with_memory
 from holdfast.errors import MetadataFormatError, UsageError
 from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planner import LoadPlan, LoadPlanner, ReadItem
@@ -120,6 +121,7 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
         if not (self.state_dict.keys() - now[0].keys()) & stored.keys():
             self.state_dict, self.mappings, self._slots = now
 
+    @passes_plans_on
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Each rank reads what it needs."""
         return create_default_global_load_plan(global_plan)
@@ -128,8 +130,8 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
         """Give memory to tensors on the meta device; nothing has been changed before this."""
         for key in keys_of(central_plan):
             value = self.state_dict[key]
-            if type(value) in _MADE_ANEW and value.is_meta:
-                self.put(key, torch.empty_like(value, device=_home_device()))
+            if is_without_memory(value):
+                self.put(key, with_memory(value, _home_device()))
         return central_plan
 
     def put(self, key: str, value: Any) -> None:
@@ -169,9 +171,6 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
         ):
             tensor = tensor.narrow(dimension, start, length)
         return tensor
-
-
-_MADE_ANEW = {torch.Tensor, torch.nn.Parameter}
 
 
 def _home_device() -> torch.device:

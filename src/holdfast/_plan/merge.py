@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from holdfast._format.description import TENSOR, Description, Directory
+from holdfast._format.description import TENSOR, Directory
 from holdfast._geometry import Box, check_cover
 from holdfast._plan.entries import Entries, description_of, directory_of
 from holdfast._plan.offers import Group, Offers
@@ -183,7 +183,7 @@ def _hinted(item: WriteItem, hint: int) -> WriteItem:
 def find_problems(metadata: Metadata, *, whole: bool) -> list[str]:
     """What is wrong with the chunks of a plan: out of bounds, overlapping, or (if ``whole``) with gaps."""
     description, directory = description_of(metadata), directory_of(metadata)
-    if _all_are_whole(description):
+    if description.all_are_whole():
         return []
     problems = []
     for key, number in directory.numbers.items():
@@ -196,16 +196,6 @@ def find_problems(metadata: Metadata, *, whole: bool) -> list[str]:
             if whole or problem.kind != "gap"
         ]
     return problems
-
-
-def _all_are_whole(description: Description) -> bool:
-    """Whether every tensor is one chunk: what most states with many keys are."""
-    tensors = len(description.tensor_ndims)
-    return (
-        description.tensor_chunks == (1).to_bytes(4, "little") * tensors
-        and not any(description.chunk_offsets)
-        and description.chunk_lengths == description.tensor_shapes
-    )
 
 
 def _is_proved(directory: Directory, number: int) -> bool:

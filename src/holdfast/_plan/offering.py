@@ -3,9 +3,10 @@
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from holdfast._plan.write_lines import BYTE_IO, SHARD, TENSOR, Form, WriteColumns
-from holdfast._tensors.chunks import is_sharded, is_tensor, local_chunks, refuse_unsavable
+from holdfast._tensors.chunks import global_shape, is_sharded, is_tensor, local_chunks, refuse_unsavable
 
 __all__ = ["Offering"]
 
@@ -82,9 +83,9 @@ class Offering:
             return
         refuse_unsavable(key, value)
         kind = SHARD if is_sharded(value) else TENSOR
-        properties = _properties_of(value)
+        properties, size = _properties_of(value), global_shape(value)
         for chunk in local_chunks(value):
-            form, offset = self._number(Form(properties, value.size(), chunk.sizes), chunk.offsets)
+            form, offset = self._number(Form(properties, size, chunk.sizes), chunk.offsets)
             self._add_line(key, kind, form, offset, -1 if kind == SHARD else 0)
 
     def _add_line(self, key: str, kind: int, form: int, offset: int, hint: int) -> None:
@@ -97,7 +98,7 @@ class Offering:
 
 
 def _properties_of(value: Any) -> tuple[torch.dtype, torch.layout, bool, str, bool]:
-    if isinstance(value, torch.Tensor):
+    if not isinstance(value, ShardedTensor):
         # Whether memory is pinned is deprecated knowledge, and asking costs a call into the runtime.
         return value.dtype, value.layout, value.requires_grad, "contiguous_format", False
     described = value.metadata().tensor_properties

@@ -121,11 +121,28 @@ class Offers:
         ends = torch.cat([begins[1:], torch.tensor([len(self._name)])])
         shared = (ends - begins > 1).nonzero().flatten()
         order, nbytes = self._order.tolist(), self.nbytes()
-        # Empty shards may stand at the place of one that is not: the largest is the one that counts.
-        return [
-            Group(rows := order[begin:end], int(nbytes[rows].max()))
-            for begin, end in zip(begins[shared].tolist(), ends[shared].tolist(), strict=True)
-        ]
+        found = []
+        for begin, end in zip(begins[shared].tolist(), ends[shared].tolist(), strict=True):
+            rows = order[begin:end]
+            sizes = nbytes[rows]
+            # Empty shards may stand at the place of one that is not.
+            group = Group(rows, int(sizes.max()))
+            if bool(((sizes != group.nbytes) & (sizes != 0) & (self.form[rows] >= 0)).any()):
+                self._refuse_sizes(rows)
+            found.append(group)
+        return found
+
+    def _refuse_sizes(self, rows: list[int]) -> None:
+        key = self.keys[int(self.key[rows[0]])]
+        said: dict[tuple[int, ...], int] = {}
+        for row in rows:
+            said.setdefault(tuple(self.forms[int(self.form[row])].lengths), int(self.rank[row]))
+        offers = " and ".join(f"rank {rank} one of {lengths}" for lengths, rank in said.items())
+        raise InvalidPlanError(
+            f"{key}: ranks offer different chunks at one place: {offers}. The tensor must be sharded in the "
+            "same way on all ranks.",
+            key=key,
+        )
 
     def describe(self) -> tuple[Description, list["array[int]"]]:
         """What all rows write, each once, and for each plan where its lines stand among their key's chunks.

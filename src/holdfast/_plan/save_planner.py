@@ -12,12 +12,18 @@ from holdfast._objects import encode_object
 from holdfast._plan.cache import PlanCache
 from holdfast._plan.merge import describe, find_problems, merge
 from holdfast._plan.offering import Offering
-from holdfast._plan.own_values import HasOwnValues
+from holdfast._plan.own_values import HasOwnValues, finds_values_itself
 from holdfast._plan.structure import Structure, flatten
 from holdfast._plan.write_lines import WriteLines
-from holdfast._tensors.chunks import find_chunk, is_any_tensor, is_tensor
+from holdfast._tensors.chunks import find_box, find_chunk, is_any_tensor, is_tensor, local_chunks
 from holdfast.errors import InvalidPlanError
-from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, StorageMeta
+from holdfast.metadata import (
+    STATE_DICT_TYPE,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+)
 from holdfast.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 __all__ = [
@@ -100,7 +106,9 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
         return self.global_plan, self.metadata
 
     def _merge(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = merge(all_plans, lowest_rank=self.dedup_save_to_lowest_rank)
+        # A subclass that has its own way to find values may not know how to find parts of them.
+        may_split = finds_values_itself(self, "resolve_data")
+        plans, metadata = merge(all_plans, lowest_rank=self.dedup_save_to_lowest_rank, may_split=may_split)
         if self.flatten_state_dict:
             metadata = dataclasses.replace(metadata, planner_data=_merged_structure(plans))
         # A single rank may save its own shards alone: then the rest of the tensor is not its affair.
@@ -118,9 +126,20 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The tensor itself, or the object in the form that it is stored in."""
-        data: torch.Tensor | io.BytesIO
-        data = self.transform_object(write_item, self.lookup_object(write_item.index))
+        value: Any = None
+        if write_item.type == WriteItemType.SHARD and write_item.tensor_data is not None:
+            value = self._part(write_item.index.fqn, write_item.tensor_data.chunk)
+        if value is None:
+            value = self.lookup_object(write_item.index)
+        data: torch.Tensor | io.BytesIO = self.transform_object(write_item, value)
         return data
+
+    def _part(self, key: str, box: ChunkStorageMetadata) -> torch.Tensor | None:
+        """The part of a chunk that is this rank's to write, if others write the rest; else None."""
+        value = self.state_dict[key]
+        if not is_tensor(value) or box in local_chunks(value):
+            return None
+        return find_box(value, key, box)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The value that ``index`` names; for a sharded tensor the local chunk. For subclasses to extend."""

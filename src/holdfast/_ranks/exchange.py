@@ -1,19 +1,22 @@
 """The exchanges of a save or a load: every rank does its part of a step, one decides, all learn the outcome.
 
 A step either succeeds on every rank or raises the same :class:`CheckpointException` on every rank.
-Interrupts (KeyboardInterrupt, SystemExit) are not failures of a step: they pass through as they are.
+Interrupts (KeyboardInterrupt, SystemExit) are not failures of a step: they pass through as they are on
+the rank that they happen to, and the others raise a CheckpointException that says so.
 """
 
 import abc
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import TypeVar
 
-import torch.distributed as dist
+from typing_extensions import Self
 
-from holdfast.errors import WRAPPED_EXCEPTION, CheckpointException, portable_failure
+from holdfast._ranks.lane import Lane
+from holdfast.errors import CheckpointException
 
-__all__ = ["Alone", "Exchange", "Group", "open_exchange"]
+__all__ = ["Alone", "Exchange"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -21,6 +24,11 @@ R = TypeVar("R")
 
 class Exchange(abc.ABC):
     """This process's place among the ranks of one save or load.
+
+    An exchange serves one save or one load and is left by its with-block; all ranks take the same steps in
+    the same order. A rank that leaves the block by an exception fails the next step of the others at once.
+    After a failed step every further step raises the same failure. To implement one (to run many ranks in
+    one process, say) give it the three attributes and :meth:`decide`.
 
     Attributes:
         rank: This rank's number in the group.
@@ -34,11 +42,49 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def decide(self, step: str, part: Callable[[], T], decision: Callable[[list[T]], Sequence[R]]) -> R:
-        """Every rank runs ``part``; the coordinator turns all parts, in rank order, into answers for all."""
+        """Every rank runs ``part``; the coordinator turns all parts, in rank order, into answers for all.
+
+        ``decision`` runs on the coordinator only, once every rank has done its part; it returns one answer
+        for each rank. Parts and answers must pickle; those of the coordinator itself are passed as they
+        are. There is no limit to the time that either takes.
+
+        Raises:
+            CheckpointException: A part failed on some ranks, the decision failed, or a rank was lost; the
+                same on every rank.
+        """
 
     def agree(self, step: str, part: Callable[[], T], decision: Callable[[list[T]], R]) -> R:
         """As ``decide``, with the same answer for every rank."""
         return self.decide(step, part, lambda parts: [decision(parts)] * self.world_size)
+
+    def share(self, step: str, produce: Callable[[], R]) -> R:
+        """The coordinator runs ``produce``; every rank gets what it returns, or raises what it raised.
+
+        Not guaranteed: that the others have come this far when it is run.
+        """
+        return self.agree(step, lambda: None, lambda _: produce())
+
+    def lane(self, members: Sequence[int]) -> Lane:
+        """A lane for bulk bytes among some ranks; called by all of them, in the part of a step.
+
+        Args:
+            members: The ranks, the same and in the same order on all of them; this rank is one of them.
+
+        Raises:
+            CheckpointException: A member is lost before all have come.
+        """
+        return Lane(members, self.rank, None, None, lambda: None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(  # noqa: B027 - a process alone has nobody to tell
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave; whoever leaves by an exception tells the others."""
 
 
 class Alone(Exchange):
@@ -56,57 +102,3 @@ class Alone(Exchange):
         except Exception as error:
             failure = (error, traceback.extract_tb(error.__traceback__))
             raise CheckpointException.of(step, {self.rank: failure}) from error
-
-
-class Group(Exchange):
-    """The ranks of a process group, over its own collectives."""
-
-    def __init__(self, group: dist.ProcessGroup | None, coordinator_rank: int = 0) -> None:
-        self.group = group
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
-        self.coordinator = coordinator_rank
-        self.is_coordinator = self.rank == coordinator_rank
-
-    def decide(self, step: str, part: Callable[[], T], decision: Callable[[list[T]], Sequence[R]]) -> R:
-        """Gather, decide, tell."""
-        mine = _attempt(part)
-        parts: list[Any] | None = [None] * self.world_size if self.is_coordinator else None
-        root = dist.get_global_rank(self.group, self.coordinator) if self.group else self.coordinator
-        dist.gather_object(mine, parts, dst=root, group=self.group)
-        answers: list[Any] = [None] * self.world_size
-        if self.is_coordinator:
-            assert parts is not None
-            answers = self._answers(parts, decision)
-        mine_back: list[Any] = [None]
-        dist.scatter_object_list(
-            mine_back, answers if self.is_coordinator else None, src=root, group=self.group
-        )
-        kind, value = mine_back[0]
-        if kind == "failed":
-            raise CheckpointException.of(step, value)
-        return value  # type: ignore[no-any-return]
-
-    def _answers(self, parts: list[Any], decision: Callable[[list[Any]], Sequence[Any]]) -> list[Any]:
-        failures = {rank: value for rank, (kind, value) in enumerate(parts) if kind == "failed"}
-        if not failures:
-            kind, decided = _attempt(lambda: decision([value for _, value in parts]))
-            if kind == "done":
-                return [("done", answer) for answer in decided]
-            failures = {self.rank: decided}
-        return [("failed", failures)] * self.world_size
-
-
-def _attempt(work: Callable[[], Any]) -> tuple[str, Any]:
-    try:
-        return "done", work()
-    except Exception as error:  # noqa: BLE001 - whatever it is, every rank shall learn of it
-        failure: WRAPPED_EXCEPTION = (error, traceback.extract_tb(error.__traceback__))
-        return "failed", portable_failure(failure)
-
-
-def open_exchange(group: dist.ProcessGroup | None, *, no_dist: bool, coordinator_rank: int = 0) -> Exchange:
-    """The exchange among the ranks of ``group``, or of nobody."""
-    if no_dist or not dist.is_available() or not dist.is_initialized():
-        return Alone()
-    return Group(group, coordinator_rank)

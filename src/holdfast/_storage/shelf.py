@@ -1,5 +1,6 @@
 """Where the items of a checkpoint lie: ``Metadata.storage_data``, as columns until somebody looks."""
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -24,7 +25,6 @@ class Shelf:
         nbytes: How long it is; -1 where the metadata has a chunk and no place for it.
         payload_start: Where the checked bytes begin in it.
         payload_nbytes: How many they are; -1 for what torch wrote.
-        block_at: The number of its first checksum.
         checksums: The checksums of all blocks.
         all_are_plain: Whether no item went through transforms.
     """
@@ -39,7 +39,6 @@ class Shelf:
         self.payload_start = ints(manifest.item_payload_offsets, "q")
         self.payload_nbytes = ints(manifest.item_payload_nbytes, "q")
         self.checksums = ints(manifest.checksums, "I")
-        self.block_at = [0, *itertools.accumulate(ints(manifest.item_blocks, "I"))]
         self._raw = ints(manifest.item_raw_nbytes, "q")
         self._wraps = ints(manifest.item_wrap_checksums, "I")
         self._transforms = ints(manifest.item_transforms, "I")
@@ -47,8 +46,16 @@ class Shelf:
         self._descriptors = [tuple(stack) or None for stack in manifest.transforms]
         self.all_are_plain = not any(manifest.transforms)
 
+    def __reduce__(self) -> Any:
+        return Shelf, (self.manifest, self.directory)
+
     def __len__(self) -> int:
         return len(self.start)
+
+    @functools.cached_property
+    def block_at(self) -> list[int]:
+        """For each row the number of its first checksum; the last entry is the number of all."""
+        return [0, *itertools.accumulate(ints(self.manifest.item_blocks, "I"))]
 
     def is_plain(self, row: int) -> bool:
         """Whether an item went through no transforms."""
@@ -126,6 +133,9 @@ class Places(DeferredDict[MetadataIndex, StorageInfo]):
     def __init__(self, shelf: Shelf) -> None:
         super().__init__(len(shelf), shelf.items)
         self.shelf = shelf
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return super().__reduce_ex__(protocol) if self.is_open else (Places, (self.shelf,))
 
 
 def shelf_of(metadata: Metadata) -> Shelf | None:

@@ -1,24 +1,36 @@
-"""Tensors of every kind as chunks: which boxes of which tensor this rank holds, and their memory."""
+"""Tensors of every kind as chunks: which boxes of which tensor this rank holds, and their memory.
+
+A rank that holds no element of a sharded tensor, because its shard is empty or because it is outside of the
+mesh, has no chunk of it. A sharded tensor that has no elements at all is one empty chunk on each rank that is
+part of it, so that its name and shape are saved.
+"""
 
 import functools
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
+from torch.distributed.tensor import DTensor
 
+from holdfast._tensors.dtensors import held_pieces, local_tensor, memory_of_piece, with_local_memory
 from holdfast.errors import PlanError
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex
 
 __all__ = [
+    "dtype_of",
+    "find_box",
     "find_chunk",
     "global_shape",
     "is_any_tensor",
     "is_sharded",
     "is_tensor",
+    "is_without_memory",
     "local_chunks",
+    "local_parts",
+    "refuse_undescribable",
     "refuse_unsavable",
+    "with_memory",
 ]
 
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
@@ -49,7 +61,7 @@ def is_any_tensor(value: Any) -> bool:
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether ranks hold different chunks of the tensor."""
+    """Whether ranks may hold different chunks of the tensor."""
     return type(value) not in _PLAIN_TYPES and isinstance(value, DTensor | ShardedTensor)
 
 
@@ -57,54 +69,109 @@ def refuse_unsavable(key: str, value: Any) -> None:
     """Raise if a tensor's bytes alone would not bring it back.
 
     Raises:
-        PlanError: It is a subclass that we cannot rebuild, has no data, or is an unreduced partial sum.
+        PlanError: It is a subclass that we cannot rebuild, has no data, is an unreduced partial sum, or has
+            a layout that cannot be described as boxes.
     """
     if type(value) in _PLAIN_TYPES:
         if value.is_meta:
             raise PlanError(f"{key}: a tensor on the meta device has no data to save", key=key)
         return
-    if isinstance(value, DTensor):
-        if any(isinstance(placement, Partial) for placement in value.placements):
-            raise PlanError(
-                f"{key}: a DTensor with the placements {value.placements} holds partial sums; reduce it "
-                "first, for example with redistribute(placements=[Replicate()])",
-                key=key,
-            )
-        return
-    if not isinstance(value, ShardedTensor):
+    if not is_sharded(value):
         raise PlanError(
             f"{key}: a tensor of the class {type(value).__module__}.{type(value).__qualname__} cannot be "
             "rebuilt from its elements; save a plain tensor, such as value.as_subclass(torch.Tensor)",
             key=key,
         )
+    refuse_undescribable(key, value)
+    dtype = dtype_of(value)
+    for part in local_parts(value):
+        if part.is_meta:
+            raise PlanError(f"{key}: a tensor on the meta device has no data to save", key=key)
+        if type(part) not in _PLAIN_TYPES or not is_tensor(part) or part.dtype != dtype:
+            raise PlanError(
+                f"{key}: this rank's part of a {type(value).__name__} of {dtype} is a tensor of "
+                f"{part.dtype}, {part.layout} and the class {type(part).__module__}."
+                f"{type(part).__qualname__}, which cannot be rebuilt from its elements; make it plain first",
+                key=key,
+            )
+
+
+def refuse_undescribable(key: str, value: Any) -> None:
+    """Raise if it cannot be known which elements of a tensor this rank holds.
+
+    Raises:
+        PlanError: It is an unreduced partial sum, or its layout cannot be described as boxes.
+    """
+    try:
+        local_chunks(value)
+    except PlanError as error:
+        raise PlanError(f"{key}: {error}", key=key, expected=error.expected, found=error.found) from None
+
+
+def local_parts(value: Any) -> list[torch.Tensor]:
+    """The plain tensors that hold this rank's elements of a tensor of any kind."""
+    if isinstance(value, DTensor):
+        return [local_tensor(value)] if value.device_mesh.get_coordinate() is not None else []
+    if isinstance(value, ShardedTensor):
+        return [shard.tensor for shard in value.local_shards()]
+    return [value]
 
 
 def global_shape(value: Any) -> torch.Size:
     """The shape of the whole tensor, over all ranks."""
-    shape: torch.Size = value.size()
+    # Whatever else is asked of a ShardedTensor, torch answers with a warning.
+    shape: torch.Size = value.metadata().size if isinstance(value, ShardedTensor) else value.size()
     return shape
 
 
+def dtype_of(value: Any) -> torch.dtype:
+    """The dtype of a tensor of any kind."""
+    dtype: torch.dtype
+    dtype = value.metadata().tensor_properties.dtype if isinstance(value, ShardedTensor) else value.dtype
+    return dtype
+
+
 def local_chunks(value: Any) -> list[ChunkStorageMetadata]:
-    """The boxes of the tensor that this rank holds; none if it is not part of the tensor's mesh."""
+    """The boxes of the tensor that this rank holds: no two overlap, and none that has no elements.
+
+    Raises:
+        PlanError: They cannot be known, as ``refuse_undescribable`` would say with the key.
+    """
     if type(value) in _PLAIN_TYPES:
         size = value.size()
         return [ChunkStorageMetadata(_zeros(len(size)), size)]
     if isinstance(value, DTensor):
-        if value.device_mesh.get_coordinate() is None:
-            return []
-        sizes, offsets = compute_local_shape_and_global_offset(
-            value.shape, value.device_mesh, value.placements
-        )
-        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))]
-    if isinstance(value, ShardedTensor):
         return [
-            ChunkStorageMetadata(
-                torch.Size(shard.metadata.shard_offsets), torch.Size(shard.metadata.shard_sizes)
-            )
-            for shard in value.local_shards()
+            ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.lengths))
+            for piece in held_pieces(value)
         ]
+    if isinstance(value, ShardedTensor):
+        return _chunks_of_shards(value)
     return [ChunkStorageMetadata(_zeros(value.dim()), value.size())]
+
+
+def _chunks_of_shards(value: ShardedTensor) -> list[ChunkStorageMetadata]:
+    shards = value.local_shards()
+    for shard in shards:
+        if shard.tensor.shape != tuple(shard.metadata.shard_sizes):
+            raise PlanError(
+                f"a ShardedTensor's shard at {tuple(shard.metadata.shard_offsets)} should have the shape "
+                f"{tuple(shard.metadata.shard_sizes)}, and has {tuple(shard.tensor.shape)}",
+                expected=tuple(shard.metadata.shard_sizes),
+                found=tuple(shard.tensor.shape),
+            )
+    size = global_shape(value)
+    if shards and 0 in size:
+        return [ChunkStorageMetadata(_zeros(len(size)), size)]
+    return [
+        ChunkStorageMetadata(_offsets_of(shard), shard.tensor.shape)
+        for shard in shards
+        if shard.tensor.numel()
+    ]
+
+
+def _offsets_of(shard: LocalShard) -> torch.Size:
+    return torch.Size(shard.metadata.shard_offsets)
 
 
 @functools.cache
@@ -112,28 +179,51 @@ def _zeros(ndim: int) -> torch.Size:
     return torch.Size([0] * ndim)
 
 
-def find_chunk(value: Any, index: MetadataIndex) -> torch.Tensor:
-    """The memory of the local chunk that ``index`` names.
+def is_without_memory(value: Any) -> bool:
+    """Whether a value is a tensor on the meta device, so that there is nothing to load into."""
+    if type(value) in _PLAIN_TYPES:
+        return bool(value.is_meta)
+    return isinstance(value, torch.Tensor) and any(part.is_meta for part in local_parts(value))
+
+
+def with_memory(value: Any, device: torch.device) -> Any:
+    """A tensor like ``value``, which is on the meta device, with memory for what this rank holds of it.
+
+    Its layout and ``requires_grad`` are those of ``value``, and it is a parameter if that is one. What it
+    holds is junk.
 
     Raises:
-        PlanError: This rank holds no such chunk.
+        PlanError: It is a ShardedTensor or of a class that we cannot make.
+    """
+    if isinstance(value, DTensor):
+        return with_local_memory(value, device)
+    if type(value) in _PLAIN_TYPES:
+        made = torch.empty_like(value, device=device, requires_grad=value.requires_grad)
+        is_parameter = isinstance(value, torch.nn.Parameter)
+        return torch.nn.Parameter(made, requires_grad=value.requires_grad) if is_parameter else made
+    raise PlanError(f"a {type(value).__name__} on the meta device cannot be given memory; make it first")
+
+
+def find_chunk(value: Any, index: MetadataIndex) -> torch.Tensor:
+    """The memory of the local chunk that ``index`` names by its offset.
+
+    An index without an offset names the only chunk. The index's hint is not looked at: after planning it
+    counts the chunks of all ranks.
+
+    Raises:
+        PlanError: This rank holds no such chunk, or a sharded tensor is on the meta device: what is copied
+            into it would be lost without a word.
     """
     if type(value) in _PLAIN_TYPES and not (index.offset and any(index.offset)):
         return value  # type: ignore[no-any-return]
-    if isinstance(value, DTensor):
-        return value.to_local()
-    if isinstance(value, ShardedTensor):
-        shards = value.local_shards()
-        hint = index.index
-        if hint is not None and hint < len(shards):
-            shards = [shards[hint], *shards]
-        for shard in shards:
-            if index.offset is None or torch.Size(shard.metadata.shard_offsets) == index.offset:
-                return shard.tensor
-        raise PlanError(
-            f"{index.fqn}: this rank holds no shard that begins at {tuple(index.offset or ())}",
-            key=index.fqn,
-        )
+    if is_sharded(value):
+        memory = _find_in_dtensor(value, index) if isinstance(value, DTensor) else _find_shard(value, index)
+        if memory.is_meta:
+            raise PlanError(
+                f"{index.fqn}: a sharded tensor on the meta device has no memory; call to_empty() first",
+                key=index.fqn,
+            )
+        return memory
     if index.offset is not None and any(index.offset):
         raise PlanError(
             f"{index.fqn}: a chunk at {tuple(index.offset)} of a tensor that is not sharded was asked for",
@@ -141,3 +231,54 @@ def find_chunk(value: Any, index: MetadataIndex) -> torch.Tensor:
         )
     assert isinstance(value, torch.Tensor)
     return value
+
+
+def _find_in_dtensor(value: DTensor, index: MetadataIndex) -> torch.Tensor:
+    pieces = held_pieces(value)
+    for piece in pieces:
+        if piece.offsets == index.offset or (index.offset is None and len(pieces) == 1):
+            return memory_of_piece(value, piece)
+    raise _no_such_chunk(index, [piece.offsets for piece in pieces])
+
+
+def _find_shard(value: ShardedTensor, index: MetadataIndex) -> torch.Tensor:
+    shards = value.local_shards()
+    size = global_shape(value)
+    if shards and 0 in size:
+        return shards[0].tensor.new_empty(size)
+    shards = [shard for shard in shards if shard.tensor.numel()]
+    for shard in shards:
+        if _offsets_of(shard) == index.offset or (index.offset is None and len(shards) == 1):
+            return shard.tensor
+    raise _no_such_chunk(index, [tuple(_offsets_of(shard)) for shard in shards])
+
+
+def find_box(value: Any, key: str, box: ChunkStorageMetadata) -> torch.Tensor:
+    """The memory of a box that lies within one local chunk: the chunk, or a view of a part of it.
+
+    Raises:
+        PlanError: No chunk of this rank has the whole box in it.
+    """
+    chunks = local_chunks(value)
+    for chunk in chunks:
+        starts = [a - b for a, b in zip(box.offsets, chunk.offsets, strict=True)]
+        room = [b - a for a, b in zip(box.sizes, chunk.sizes, strict=True)]
+        if all(0 <= start <= most for start, most in zip(starts, room, strict=True)):
+            memory = find_chunk(value, MetadataIndex(key, chunk.offsets))
+            for dim, (start, length) in enumerate(zip(starts, box.sizes, strict=True)):
+                memory = memory.narrow(dim, start, length)
+            return memory
+    held = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
+    raise PlanError(
+        f"{key}: a box at {tuple(box.offsets)} of sizes {tuple(box.sizes)} was asked for, and none of this "
+        f"rank's chunks has it: {held}",
+        key=key,
+    )
+
+
+def _no_such_chunk(index: MetadataIndex, held: list[tuple[int, ...]]) -> PlanError:
+    wanted = "the only one" if index.offset is None else f"one that begins at {tuple(index.offset)}"
+    return PlanError(
+        f"{index.fqn}: this rank holds the chunks that begin at {held}, and {wanted} was asked for",
+        key=index.fqn,
+    )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast.testing.decorators import with_checkpoint_logging, with_temp_dir
     from holdfast.testing.drive import drive_load, drive_save
+    from holdfast.testing.fake_ranks import FakeRank, FakeRanks
     from holdfast.testing.plain_planner import PlainLoadPlanner, PlainSavePlanner
     from holdfast.testing.planner_contract import PlannerContract
     from holdfast.testing.rot13 import Rot13Example, get_test_extension_registry
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from holdfast.testing.transform_contract import TransformContract
 
 __all__ = [
+    "FakeRank",
+    "FakeRanks",
     "PlainLoadPlanner",
     "PlainSavePlanner",
     "PlannerContract",
@@ -34,6 +37,8 @@ __all__ = [
 ]
 
 _HOME = {
+    "FakeRank": "fake_ranks",
+    "FakeRanks": "fake_ranks",
     "PlainLoadPlanner": "plain_planner",
     "PlainSavePlanner": "plain_planner",
     "PlannerContract": "planner_contract",

@@ -1,0 +1,150 @@
+"""A training job as its owner would write it: FSDP2, AdamW, a schedule, and a checkpoint every few steps.
+
+``make demo`` starts it; so does ``torchrun --nproc-per-node 4 examples/training.py --checkpoint run``. It
+goes on from the checkpoint if there is one, on as many ranks as it is given (1, 2 or 4).
+
+Its losses do not depend on the number of ranks, to the last bit. That is not what sharded training gives by
+itself, because sums of rounded numbers depend on their order. Three choices make it so:
+
+- A batch is always the same four micro-batches, each computed alone by one rank, which holds the whole
+  parameters by then. So the same rounding happens wherever a micro-batch is computed.
+- Gradients are float32 and are added in float64 (``reduce_dtype``). Its 29 spare bits hold the sum of four
+  float32 numbers without rounding, whatever the order, unless they differ in size by more than 2**26; where
+  they do, what is lost is far below what the sum keeps when it becomes float32 again. With float32 sums the
+  losses on 2 and on 4 ranks differ from the second step on.
+- World sizes, and so the factors of means, are powers of two: dividing by them does not round.
+"""
+
+import argparse
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fatal_planner import FatalPlanner
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+import holdfast
+from holdfast.state_dict import get_state_dict, set_state_dict
+
+MICRO_BATCHES, SAMPLES = 4, 16
+FEATURES, HIDDEN, CLASSES = 128, 768, 10
+
+
+class Training:
+    """Model, optimizer and schedule of a job, as one Stateful object.
+
+    torch's helpers name the optimizer's state after the parameters, and make room for it in an optimizer
+    that has not taken a step yet.
+    """
+
+    def __init__(self, steps: int) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(
+            OrderedDict(
+                first=nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.GELU()),
+                second=nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.LayerNorm(HIDDEN), nn.GELU()),
+                third=nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.LayerNorm(HIDDEN), nn.GELU()),
+                head=nn.Linear(HIDDEN, CLASSES),
+            )
+        )
+        self.sharding = shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that training needs to go on."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "schedule": self.schedule.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take it back."""
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optimizer"],
+        )
+        self.schedule.load_state_dict(state_dict["schedule"])
+
+    def step(self, number: int) -> float:
+        """Train on one batch, shared out over the ranks; the loss of the whole batch, on every rank."""
+        world_size = dist.get_world_size()
+        losses = torch.zeros(MICRO_BATCHES, dtype=torch.float64)
+        mine = range(dist.get_rank(), MICRO_BATCHES, world_size)
+        for place in mine:
+            inputs, classes = make_micro_batch(number, place)
+            loss = nn.functional.cross_entropy(self.model(inputs), classes)
+            # FSDP takes the mean over the ranks: with this factor it becomes that over the micro-batches.
+            self.sharding.set_requires_gradient_sync(place == mine[-1])
+            torch.autograd.backward(loss * (world_size / MICRO_BATCHES))
+            losses[place] = loss.item()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        dist.all_reduce(losses)  # each place is filled by one rank, and zero on the others
+        return losses.mean().item()
+
+
+def shard(model: nn.Sequential) -> FSDPModule:
+    """Share the parameters of each part out over all ranks; the same model, as FSDP calls it."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    for part in model:
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def make_micro_batch(step: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Points around ten centres, and which centre each belongs to; drawn anew for each place of each step."""
+    centres = torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(1 + step * MICRO_BATCHES + place)
+    classes = torch.randint(CLASSES, (SAMPLES,), generator=generator)
+    noise = torch.randn(SAMPLES, FEATURES, generator=generator)
+    return 0.3 * centres[classes] + noise, classes
+
+
+def train(arguments: argparse.Namespace) -> Iterator[tuple[int, float]]:
+    """Go on from the checkpoint, if there is one, to the last step, saving on the way; yields the losses."""
+    training = Training(arguments.steps)
+    state: dict[str, Any] = {"training": training, "step": 0}
+    try:
+        holdfast.load(state, checkpoint_id=arguments.checkpoint)
+    except holdfast.errors.CheckpointNotFoundError:
+        pass  # the first start
+    for step in range(state["step"] + 1, arguments.steps + 1):
+        yield step, training.step(step)
+        state["step"] = step
+        if step % arguments.save_every == 0:
+            fatal = step == arguments.kill_at and dist.get_rank() == arguments.kill_rank
+            planner = FatalPlanner(arguments.checkpoint, dist.get_rank()) if fatal else None
+            holdfast.save(state, checkpoint_id=arguments.checkpoint, planner=planner)
+
+
+def main() -> None:
+    """One rank of the job; its number and the address of the others are in the environment."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkpoint", type=Path, required=True, help="the folder, made at the first save")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--save-every", type=int, default=8)
+    parser.add_argument("--losses", type=Path, default=Path(os.devnull), help="a line for each step")
+    parser.add_argument("--kill-rank", type=int, help="the rank that dies ...")
+    parser.add_argument("--kill-at", type=int, help="... in the middle of the save of this step")
+    arguments = parser.parse_args()
+    # More threads than cores only disturb each other, and one adds in the same order every time.
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    with arguments.losses.open("a", buffering=1) as lines:
+        for step, loss in train(arguments):
+            if dist.get_rank() == 0:
+                lines.write(f"{step} {loss.hex()}\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
