@@ -13,7 +13,7 @@ from holdfast._file_system import FileSystem, FileSystemBase
 from holdfast._foreign import called_by_torch, our_load_planner, our_save_planner, to_ours, to_torch
 from holdfast._format.metadata_file import FILE_NAME
 from holdfast._io.local import LocalStore
-from holdfast._io.store import ByteStore
+from holdfast._io.store import ByteStore, Claim
 from holdfast._plan.entries import directory_of
 from holdfast._shortcuts import alike_everywhere, passes_plans_on
 from holdfast._storage.metadata_writing import VERSION, make_manifest
@@ -22,7 +22,7 @@ from holdfast._storage.results import result_columns
 from holdfast._storage.shelf import Places, Shelf
 from holdfast._storage.writing import (
     commit,
-    discard_uncommitted,
+    discard,
     existing_checkpoint,
     remove_unreferenced,
     write_items,
@@ -116,9 +116,12 @@ class FileSystemWriter(StorageWriter):
         self.rank: int | None = None
         self.use_collectives = True
         self._world_size = 1
+        self._claim: Claim | None = None
+        self._written: list[str] = []
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save, at another folder if one is named."""
+        self._let_go()
         if checkpoint_id:
             self.path = self.fs.init_path(checkpoint_id)
         self.save_id = uuid.uuid4().hex
@@ -155,6 +158,7 @@ class FileSystemWriter(StorageWriter):
                     "a rank's own part. Remove it, or save to another folder.",
                     path=str(self.path),
                 )
+            self._claim = store.claim(shared=True)
             return dataclasses.replace(plan, storage_data=self._prefix(self._own_rank))
         return plan
 
@@ -162,8 +166,10 @@ class FileSystemWriter(StorageWriter):
         return _FilePrefix(f"__{rank}_", self.save_id[:12])
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Tell each rank what its files are called."""
+        """Claim the folder, and tell each rank what its files are called."""
         self._world_size = len(plans)
+        if self._claim is None:
+            self._claim = self._store().claim()
         return [
             dataclasses.replace(plan, storage_data=self._prefix(rank)) if plan.storage_data is None else plan
             for rank, plan in enumerate(plans)
@@ -176,6 +182,7 @@ class FileSystemWriter(StorageWriter):
         def name_file(number: int) -> str:
             return f"{names.prefix}{number}-{names.save}{DEFAULT_SUFFIX}"
 
+        self._written = []
         results = write_items(
             self._store(),
             to_ours(plan),
@@ -187,9 +194,24 @@ class FileSystemWriter(StorageWriter):
             transforms=self.extensions,
             budget=self.memory_budget,
         )
+        self._written = list(map(name_file, range(results.file_count)))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+    def abandon(self) -> None:
+        """Remove what this rank has written for a save that will never be committed, and let others in."""
+        written, self._written = self._written, []
+        try:
+            discard(self._store(), written, save_id=self.save_id, rank=self._own_rank)
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._written = []
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit, then remove what the checkpoint does not use."""
@@ -210,9 +232,10 @@ class FileSystemWriter(StorageWriter):
                 torch_compatible=self.torch_compatible,
             )
         except BaseException:
-            discard_uncommitted(store, manifest, rank=rank)
+            discard(store, manifest.file_names, save_id=self.save_id, rank=rank)
             raise
         remove_unreferenced(store, manifest, only_rank=rank)
+        self._let_go()
         if ours is not metadata:
             theirs = to_torch(ours)
             metadata.version, metadata.storage_meta = theirs.version, theirs.storage_meta

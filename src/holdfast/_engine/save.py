@@ -4,6 +4,7 @@ import inspect
 from typing import Any
 
 from holdfast._engine.account import check_counts, check_results
+from holdfast._engine.replicas import Replicas
 from holdfast._ranks.exchange import Exchange
 from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan, SavePlanner
@@ -28,26 +29,46 @@ def run_save(
     Raises:
         CheckpointException: A step failed on some rank; the same on every rank.
     """
+    try:
+        return _run(state_dict, planner, writer, exchange, use_collectives=use_collectives)
+    except BaseException:
+        abandon = getattr(writer, "abandon", None)
+        if abandon is not None:
+            abandon()
+        raise
+
+
+def _run(
+    state_dict: dict[str, Any],
+    planner: SavePlanner,
+    writer: StorageWriter,
+    exchange: Exchange,
+    *,
+    use_collectives: bool,
+) -> Metadata:
     metadata = None
     planned: list[SavePlan] = []
+    replicas = Replicas(planner, exchange)
 
-    def offer() -> SavePlan:
+    def offer() -> tuple[SavePlan, bytes | None]:
         planner.set_up_planner(
             state_dict=state_dict,
             storage_meta=writer.storage_meta(),
             is_coordinator=exchange.is_coordinator,
         )
         _set_up(writer, exchange, use_collectives)
-        return writer.prepare_local_plan(planner.create_local_plan())
+        return writer.prepare_local_plan(planner.create_local_plan()), replicas.together()
 
-    def merge(offers: list[SavePlan]) -> list[SavePlan]:
+    def merge(offers: list[tuple[SavePlan, bytes | None]]) -> list[tuple[SavePlan, bool]]:
         nonlocal metadata, planned
-        plans, metadata = planner.create_global_plan(offers)
-        plans = writer.prepare_global_plan(plans)
-        planned = plans
-        return plans
+        plans, metadata = planner.create_global_plan([plan for plan, _ in offers])
+        planned = writer.prepare_global_plan(plans)
+        differ = len({mark for _, mark in offers}) > 1
+        return [(plan, differ) for plan in planned]
 
-    plan = exchange.decide("plan", offer, merge)
+    plan, values_differ = exchange.decide("plan", offer, merge)
+    if values_differ:
+        replicas.compare()
 
     def write() -> list[WriteResult]:
         final = planner.finish_plan(plan)

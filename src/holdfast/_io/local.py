@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from typing_extensions import Buffer
 
 from holdfast._io.local_buffers import BUFFER_NBYTES
+from holdfast._io.local_claim import claim_folder
 from holdfast._io.local_reader import LocalReader
 from holdfast._io.local_writer import LocalWriter, flush_to_disk, naming, write_fully
-from holdfast._io.store import ByteStore, byte_view, check_name
+from holdfast._io.store import ByteStore, Claim, byte_view, check_name
 from holdfast.errors import CheckpointNotFoundError, StorageError, UnsafeMetadataError
 
 __all__ = ["TEMPORARY_SUFFIX", "LocalStore"]
@@ -64,6 +65,10 @@ class LocalStore(ByteStore):
             folder = os.path.dirname(folder)
         for folder in reversed(missing):
             _make_folder(folder)
+
+    def claim(self, *, shared: bool = False) -> Claim:
+        """Keep other saves out of the folder; see ByteStore. Across machines if its locks do."""
+        return claim_folder(self._folder, shared=shared)
 
     def create(self, name: str, *, nbytes_hint: int | None = None, durable: bool = True) -> LocalWriter:
         """Start a new file; see ByteStore."""

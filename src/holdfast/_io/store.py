@@ -18,7 +18,7 @@ from typing_extensions import Buffer, Self
 from holdfast._io.blocks import BLOCK_SIZE, BlockChecker, BlockSums, check_block_table
 from holdfast.errors import CheckpointError, MetadataFormatError, TruncatedFileError, UsageError
 
-__all__ = ["ByteStore", "FileReader", "FileWriter", "byte_view", "check_name"]
+__all__ = ["ByteStore", "Claim", "FileReader", "FileWriter", "byte_view", "check_name"]
 
 
 def check_name(name: str, *, error: type[CheckpointError] = UsageError) -> str:
@@ -249,6 +249,13 @@ class FileReader(ABC):
             )
 
 
+class Claim:
+    """A folder that is one save's alone, if its store can keep others out; this one keeps nobody out."""
+
+    def release(self) -> None:
+        """Let others in. Does nothing the second time."""
+
+
 class ByteStore(ABC):
     """One checkpoint's folder. Its methods may be called from any thread.
 
@@ -261,6 +268,19 @@ class ByteStore(ABC):
     @abstractmethod
     def make(self) -> None:
         """Make the folder, and those above it, durably. Does nothing where it exists."""
+
+    def claim(self, *, shared: bool = False) -> Claim:  # noqa: ARG002 - for stores that can
+        """Keep other saves out of the folder until the claim is released, dropped, or the process ends.
+
+        A store that cannot do that lets everybody in.
+
+        Args:
+            shared: Let in others that claim it so, too.
+
+        Raises:
+            StorageError: Another save has claimed it.
+        """
+        return Claim()
 
     @abstractmethod
     def create(self, name: str, *, nbytes_hint: int | None = None, durable: bool = True) -> FileWriter:

@@ -57,10 +57,9 @@ class WriteColumns:
         forms: The forms.
         offsets: The offsets.
         nbytes: The size of some of the lines that are not tensors, by their number.
-        marks: What tells the data of equal lines of two ranks apart, by the line's number.
     """
 
-    __slots__ = ("form", "forms", "hints", "keys", "kinds", "marks", "nbytes", "offset", "offsets")
+    __slots__ = ("form", "forms", "hints", "keys", "kinds", "nbytes", "offset", "offsets")
 
     def __init__(self) -> None:
         self.keys: list[str] = []
@@ -71,7 +70,6 @@ class WriteColumns:
         self.forms: list[Form] = []
         self.offsets: list[torch.Size | None] = []
         self.nbytes: dict[int, int] = {}
-        self.marks: dict[int, bytes] = {}
 
     def __len__(self) -> int:
         return len(self.keys)

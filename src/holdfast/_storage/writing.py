@@ -27,7 +27,7 @@ from holdfast.extension import StreamTransformExtension
 from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan, SavePlanner
 
-__all__ = ["commit", "discard_uncommitted", "existing_checkpoint", "remove_unreferenced", "write_items"]
+__all__ = ["commit", "discard", "existing_checkpoint", "remove_unreferenced", "write_items"]
 
 logger = logging.getLogger(__name__)
 
@@ -208,8 +208,8 @@ def remove_unreferenced(store: ByteStore, manifest: Manifest, *, only_rank: int 
         logger.warning("%s: files of an earlier save could not be removed: %s", store.url, error)
 
 
-def discard_uncommitted(store: ByteStore, manifest: Manifest, *, rank: int | None) -> None:
-    """After a commit that failed: remove the files of that save, unless it was committed after all.
+def discard(store: ByteStore, names: Iterable[str], *, save_id: str, rank: int | None) -> None:
+    """After a save that failed: remove its files, unless it was committed after all.
 
     The step that failed may have been the last one, which makes the new name durable.
     """
@@ -217,8 +217,8 @@ def discard_uncommitted(store: ByteStore, manifest: Manifest, *, rank: int | Non
         there = read_metadata_file(store, rank=rank).storage_meta
     except (CheckpointError, OSError):
         there = None
-    if there is None or there.save_id != manifest.save_id:
-        _delete_quietly(store, manifest.file_names)
+    if there is None or there.save_id != save_id:
+        _delete_quietly(store, names)
 
 
 def _delete_quietly(store: ByteStore, names: Iterable[str]) -> None:
