@@ -17,7 +17,7 @@ from holdfast.planner import SavePlan, WriteItem
 __all__ = ["assign_writers", "describe", "find_problems", "merge"]
 
 # Below this a piece is not worth a line of its own.
-_SMALLEST_PIECE = 1 << 20
+_SMALLEST_PIECE = 128 * 1024
 # A piece is at most this part of what a rank writes: so the ranks' loads differ by no more than that.
 _PIECES_A_RANK = 16
 
@@ -94,7 +94,7 @@ class _Assignment:
         form = self.offers.forms[int(self.offers.form[rows[0]])]
         offset = self.offers.offsets[int(self.offers.offset[rows[0]])]
         count = min(len(rows), int(-(-form.nbytes // self.largest)))
-        dimension = next((d for d, length in enumerate(form.lengths) if length >= count), None)
+        dimension = _best_cut(form.lengths, count)
         if dimension is None or count < 2:
             return False
         holders = sorted(rows, key=lambda row: self.load[self.ranks[row]])[:count]
@@ -114,6 +114,15 @@ class _Assignment:
         rank, position = self.offers.rank[self.keep], self.offers.position[self.keep]
         counts = torch.bincount(rank, minlength=len(self.offers.plans)).tolist()
         return [part.tolist() for part in torch.split(position, counts)]
+
+
+def _best_cut(lengths: torch.Size, count: int) -> int | None:
+    """The dimension to cut into ``count`` parts: the outermost one of which they are about equally large."""
+    for dimension, length in enumerate(lengths):
+        if length >= count and (length % count == 0 or length >= 16 * count):
+            return dimension
+    longest = max(range(len(lengths)), key=lengths.__getitem__, default=None)
+    return longest if longest is not None and lengths[longest] >= count else None
 
 
 def _with_lines(

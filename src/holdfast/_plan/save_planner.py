@@ -4,18 +4,27 @@ import dataclasses
 import io
 import warnings
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from holdfast._objects import encode_object
+from holdfast._objects.fingerprint import fingerprint
 from holdfast._plan.cache import PlanCache
 from holdfast._plan.merge import describe, find_problems, merge
 from holdfast._plan.offering import Offering
 from holdfast._plan.own_values import HasOwnValues, finds_values_itself
 from holdfast._plan.structure import Structure, flatten
 from holdfast._plan.write_lines import WriteLines
-from holdfast._tensors.chunks import find_box, find_chunk, is_any_tensor, is_tensor, local_chunks
+from holdfast._tensors.chunks import (
+    find_box,
+    find_chunk,
+    is_any_tensor,
+    is_sharded,
+    is_tensor,
+    local_chunks,
+)
+from holdfast._tensors.fingerprint import fingerprint_tensor
 from holdfast.errors import InvalidPlanError
 from holdfast.metadata import (
     STATE_DICT_TYPE,
@@ -46,6 +55,10 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
         dedup_save_to_lowest_rank: Let the lowest rank that holds a replicated value write it, instead of
             spreading the work over the ranks.
         enable_plan_caching: Plan once, and use the plan again while nothing that it depends on changes.
+        check_replicas: Compare what several ranks save under one key, unless it is sharded, and raise if
+            it differs: objects and tensors of up to 64 KiB by all their bytes, larger tensors by a sample.
+            ``"full"`` compares every byte, at the cost of reading it once more; False compares nothing,
+            and one rank's value is kept.
     """
 
     mappings: dict[str, Any]
@@ -58,6 +71,8 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
         dedup_replicated_tensors: bool | None = None,
         dedup_save_to_lowest_rank: bool = False,
         enable_plan_caching: bool = False,
+        *,
+        check_replicas: bool | Literal["full"] = True,
     ) -> None:
         if dedup_replicated_tensors is not None:
             warnings.warn(
@@ -70,6 +85,7 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
         self.flatten_sharded_tensors = flatten_sharded_tensors
         self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
         self.mappings = {}
+        self.check_replicas = check_replicas
         self._enable_plan_caching = enable_plan_caching
         self._cached_plans_key: str = type(self).__name__
         self._cache = PlanCache(self._cached_plans_key)
@@ -96,6 +112,24 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
             self._cache = PlanCache(self._cached_plans_key)
             return self._cache.offer(plan)
         return plan
+
+    def fingerprints(self) -> dict[str, bytes]:
+        """What tells this rank's values that are not sharded from other ones, by flat key.
+
+        Asked for on every rank, if there are several, after ``create_local_plan``. A value that has no
+        fingerprint is not among them.
+        """
+        if not self.check_replicas:
+            return {}
+        found: dict[str, bytes] = {}
+        full = self.check_replicas == "full"
+        for key, value in self.state_dict.items():
+            if is_sharded(value):
+                continue
+            mark = fingerprint_tensor(value, full=full) if is_tensor(value) else fingerprint(value)
+            if mark is not None:
+                found[key] = mark
+        return found
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Give each value to one rank, describe the whole, and check that nothing overlaps or is left out."""
