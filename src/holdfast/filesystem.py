@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
+import torch.distributed as dist
 from torch.futures import Future
 
 from holdfast._file_system import FileSystem, FileSystemBase
@@ -17,7 +18,7 @@ from holdfast._io.store import ByteStore, Claim
 from holdfast._plan.entries import directory_of
 from holdfast._shortcuts import alike_everywhere, passes_plans_on
 from holdfast._storage.metadata_writing import VERSION, make_manifest
-from holdfast._storage.reading import read_items, read_metadata_file
+from holdfast._storage.reading import read_items, read_metadata_file, read_own_parts
 from holdfast._storage.results import result_columns
 from holdfast._storage.shelf import Places, Shelf
 from holdfast._storage.writing import (
@@ -219,7 +220,8 @@ class FileSystemWriter(StorageWriter):
         ours.version = VERSION
         ours.storage_meta = self.storage_meta()
         columns = [part for of_rank in results for part in result_columns(to_ours(of_rank))]
-        manifest = make_manifest(ours, columns, world_size=self._world_size)
+        world_size = self._world_size if self._own_rank is None else _group_size()
+        manifest = make_manifest(ours, columns, world_size=world_size)
         ours.storage_data = Places(Shelf(manifest, directory_of(ours)))
         store, rank = self._store(), self._own_rank
         try:
@@ -254,6 +256,11 @@ class FileSystemWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it names a place in a file system."""
         return FileSystem.validate_checkpoint_id(checkpoint_id)
+
+
+def _group_size() -> int:
+    """How many ranks there are besides the one that writes its own part."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 class FileSystemReader(StorageReader):
@@ -309,8 +316,14 @@ class FileSystemReader(StorageReader):
 
     @alike_everywhere
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
-        """The checkpoint's metadata; with ``rank``, that of one rank's own part."""
-        metadata = read_metadata_file(self._store(), rank=kwargs.get("rank"), allow_pickle=self.allow_pickle)
+        """The checkpoint's metadata; with ``rank``, as that rank sees what ranks wrote each for itself."""
+        store, rank = self._store(), kwargs.get("rank")
+        if rank is None:
+            metadata = read_metadata_file(store, allow_pickle=self.allow_pickle)
+        else:
+            metadata = read_own_parts(
+                store, rank=rank, world_size=kwargs.get("world_size"), allow_pickle=self.allow_pickle
+            )
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         if called_by_torch(self):

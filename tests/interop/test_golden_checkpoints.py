@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import holdfast as hf
+from holdfast.errors import PlanError
 from holdfast.state_dict_loader import _load_state_dict_from_keys
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -155,9 +156,20 @@ def test_one_ranks_own_part_is_read_by_its_rank(folder: Path, rank: int) -> None
 
 
 @pytest.mark.parametrize("folder", named("rank_local"))
-def test_a_process_alone_loads_the_part_of_rank_0(folder: Path) -> None:
+def test_a_process_alone_is_refused_the_parts_that_two_ranks_wrote_each_for_itself(folder: Path) -> None:
     state = {"mine": torch.zeros(4), "rank": -1}
-    hf.load(state, checkpoint_id=folder)
+    with pytest.raises(PlanError, match="2 ranks wrote"):
+        hf.load(state, checkpoint_id=folder)
+    assert_same(state, {"mine": torch.zeros(4), "rank": -1})
+
+
+@pytest.mark.parametrize("folder", named("rank_local"))
+def test_the_part_of_one_rank_alone_loads_where_the_others_are_not_seen(folder: Path, tmp_path: Path) -> None:
+    for name in folder.iterdir():
+        if name.name.startswith("__0"):
+            shutil.copy(name, tmp_path)
+    state = {"mine": torch.zeros(4), "rank": -1}
+    hf.load(state, checkpoint_id=tmp_path)
     assert_same(state, {"mine": recipes.ramp(4, start=0), "rank": 0})
 
 

@@ -27,7 +27,7 @@ def run_load(
     shared = _read_shared_metadata(reader, exchange)
 
     def need() -> LoadPlan:
-        metadata = shared or _read_own_metadata(reader, exchange.rank)
+        metadata = shared or _read_own_metadata(reader, exchange)
         planner.set_up_planner(state_dict, metadata, exchange.is_coordinator)
         _set_up(reader, metadata, exchange, is_shared=shared is not None)
         return reader.prepare_local_plan(planner.create_local_plan())
@@ -78,12 +78,15 @@ def _read_shared_metadata(reader: StorageReader, exchange: Exchange) -> Metadata
     return own[0]
 
 
-def _read_own_metadata(reader: StorageReader, rank: int) -> Metadata:
+def _read_own_metadata(reader: StorageReader, exchange: Exchange) -> Metadata:
+    """What ranks wrote each for itself, as this rank may load it."""
     try:
-        return reader.read_metadata(rank=rank)
-    except FileNotFoundError:
-        # Neither is there: say what is missing of the usual kind.
-        return reader.read_metadata()
+        return reader.read_metadata(rank=exchange.rank, world_size=exchange.world_size)
+    except FileNotFoundError as error:
+        if getattr(error, "path", None) is None:
+            # Neither is there: say what is missing of the usual kind.
+            return reader.read_metadata()
+        raise
 
 
 def _takes_keywords(method: Callable[..., Any]) -> bool:

@@ -8,9 +8,10 @@ from holdfast._io.pool import Budget, Cancellation
 from holdfast._io.store import ByteStore
 from holdfast._storage.delivery import Counter
 from holdfast._storage.metadata_reading import load_metadata
-from holdfast._storage.names import is_data_file
+from holdfast._storage.names import is_data_file, is_rank_metadata
 from holdfast._storage.object_reader import object_job
 from holdfast._storage.open_files import SharedFile
+from holdfast._storage.own_parts import join_parts
 from holdfast._storage.packs import is_small, pack_jobs
 from holdfast._storage.source import Chunk, ReadContext, Source
 from holdfast._storage.tensor_reader import tensor_jobs
@@ -21,7 +22,7 @@ from holdfast.extension import ExtensionRegistry
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-__all__ = ["read_items", "read_metadata_file"]
+__all__ = ["read_items", "read_metadata_file", "read_own_parts"]
 
 _LARGEST_METADATA = 16 << 30
 
@@ -39,6 +40,30 @@ def read_metadata_file(store: ByteStore, *, rank: int | None = None, allow_pickl
     except CheckpointNotFoundError as error:
         raise CheckpointNotFoundError(_explain_absence(store, name), path=store.url) from error
     return load_metadata(data, path=f"{store.url}/{name}", allow_pickle=allow_pickle)
+
+
+def read_own_parts(
+    store: ByteStore, *, rank: int, world_size: int | None, allow_pickle: bool = False
+) -> Metadata:
+    """The metadata of a checkpoint that ranks wrote each for itself, as a rank sees it.
+
+    Args:
+        store: The checkpoint.
+        rank: The rank that asks.
+        world_size: How many ranks load; None for just the part of this rank, whoever else there is.
+        allow_pickle: As for ``read_metadata_file``.
+
+    Raises:
+        CheckpointNotFoundError: There is no such checkpoint, or parts of it are missing.
+        PlanError: Other ranks load than have saved, and the parts do not agree.
+    """
+    if world_size is None:
+        return read_metadata_file(store, rank=rank, allow_pickle=allow_pickle)
+    numbers = sorted(int(name[2:].split(".")[0]) for name in store.list() if is_rank_metadata(name))
+    parts = {number: read_metadata_file(store, rank=number, allow_pickle=allow_pickle) for number in numbers}
+    if not parts:
+        raise CheckpointNotFoundError(_explain_absence(store, FILE_NAME), path=store.url)
+    return join_parts(parts, rank=rank, world_size=world_size, path=store.url)
 
 
 def _explain_absence(store: ByteStore, name: str) -> str:
