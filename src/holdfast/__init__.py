@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         MetadataIndex,
         TensorStorageMetadata,
     )
+    from holdfast.per_rank import PerRank
     from holdfast.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
     from holdfast.state_dict_loader import load, load_state_dict
     from holdfast.state_dict_saver import save, save_state_dict
@@ -56,6 +57,7 @@ __all__ = [
     "LoadPlanner",
     "Metadata",
     "MetadataIndex",
+    "PerRank",
     "ReadItem",
     "SavePlan",
     "SavePlanner",
@@ -97,6 +99,7 @@ _HOME = {
     "LoadPlanner": "planner",
     "Metadata": "metadata",
     "MetadataIndex": "metadata",
+    "PerRank": "per_rank",
     "ReadItem": "planner",
     "SavePlan": "planner",
     "SavePlanner": "planner",

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from holdfast._engine.per_rank import LoadByRank
 from holdfast._ranks.exchange import Exchange
 from holdfast._shortcuts import is_alike_everywhere, leaves_plans_alone
 from holdfast.metadata import Metadata
@@ -26,9 +27,15 @@ def run_load(
     """
     shared = _read_shared_metadata(reader, exchange)
 
+    by_rank: LoadByRank | None = None
+
     def need() -> LoadPlan:
+        nonlocal by_rank
         metadata = shared or _read_own_metadata(reader, exchange)
-        planner.set_up_planner(state_dict, metadata, exchange.is_coordinator)
+        by_rank = LoadByRank(
+            state_dict, planner, metadata, rank=exchange.rank, world_size=exchange.group_size
+        )
+        planner.set_up_planner(by_rank.state, metadata, exchange.is_coordinator)
         _set_up(reader, metadata, exchange, is_shared=shared is not None)
         return reader.prepare_local_plan(planner.create_local_plan())
 
@@ -36,6 +43,8 @@ def run_load(
 
     def read() -> None:
         reader.read_data(planner.finish_plan(plan), planner).wait()
+        assert by_rank is not None
+        by_rank.finish()
 
     exchange.agree("read", read, lambda _: None)
 

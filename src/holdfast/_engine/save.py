@@ -4,6 +4,7 @@ import inspect
 from typing import Any
 
 from holdfast._engine.account import check_counts, check_results
+from holdfast._engine.per_rank import split_by_rank
 from holdfast._engine.replicas import Replicas
 from holdfast._ranks.exchange import Exchange
 from holdfast.metadata import Metadata
@@ -52,7 +53,7 @@ def _run(
 
     def offer() -> tuple[SavePlan, bytes | None]:
         planner.set_up_planner(
-            state_dict=state_dict,
+            state_dict=split_by_rank(state_dict, planner, rank=exchange.rank, world_size=exchange.group_size),
             storage_meta=writer.storage_meta(),
             is_coordinator=exchange.is_coordinator,
         )

@@ -15,6 +15,7 @@ from holdfast._plan.report import Report
 from holdfast._tensors.chunks import dtype_of, global_shape, is_tensor, local_parts, refuse_undescribable
 from holdfast.errors import PlanError
 from holdfast.metadata import Metadata
+from holdfast.per_rank import rank_key
 
 __all__ = ["Fit", "plan_load"]
 
@@ -152,6 +153,10 @@ def _check_unexpected(state: dict[str, Any], metadata: Metadata, fit: Fit, repor
     ):
         return
     unexpected = [key for key in metadata.state_dict_metadata if key not in state]
+    # What other ranks saved for themselves is not for this one, where it loads its own.
+    own = {told.place for key in state if (told := rank_key(key)) is not None}
+    if own:
+        unexpected = [key for key in unexpected if (told := rank_key(key)) is None or told.place not in own]
     if fit.refuse_unexpected:
         report.unexpected += [
             (key, "is in the checkpoint, but not in the state; strict=False ignores it") for key in unexpected

@@ -33,6 +33,7 @@ from holdfast.metadata import (
     MetadataIndex,
     StorageMeta,
 )
+from holdfast.per_rank import rank_key
 from holdfast.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 __all__ = [
@@ -124,7 +125,7 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
         found: dict[str, bytes] = {}
         full = self.check_replicas == "full"
         for key, value in self.state_dict.items():
-            if is_sharded(value):
+            if is_sharded(value) or rank_key(key) is not None:
                 continue
             mark = fingerprint_tensor(value, full=full) if is_tensor(value) else fingerprint(value)
             if mark is not None:

@@ -1,0 +1,283 @@
+"""PerRank values, wherever they stand in a state: named by rank, and given back what is loaded."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdfast._engine.saved_by_rank import ABSENT, Path, find, flat, saved_places, why_absent
+from holdfast._engine.stateful import OpenedState, open_states, return_states
+from holdfast.default_planner import EmptyStateDictLoadPlanner
+from holdfast.errors import DtypeMismatchError, PlanError, ShapeMismatchError, UsageError
+from holdfast.metadata import Metadata
+from holdfast.per_rank import PerRank, rank_key, rank_name
+from holdfast.stateful import Stateful
+
+__all__ = ["LoadByRank", "split_by_rank"]
+
+
+def split_by_rank(state: dict[str, Any], planner: Any, *, rank: int, world_size: int) -> dict[str, Any]:
+    """The state to save: each PerRank replaced by a dict with this rank's value under this rank's name.
+
+    The state itself where there is none. Leaves, and containers without a PerRank, are shared with it;
+    Stateful objects in a PerRank are replaced by their state.
+
+    Raises:
+        UsageError: A PerRank stands in another, or the planner does not flatten states.
+    """
+
+    def replace(owner: "PerRank[Any]", path: Path) -> dict[str, Any]:
+        opened, _ = _open_value(owner, path, planner)
+        return {rank_name(rank, world_size): opened["value"]}
+
+    return _Walk(replace).start(state)
+
+
+def _open_value(owner: "PerRank[Any]", path: Path, planner: Any) -> tuple[dict[Any, Any], list[OpenedState]]:
+    if not getattr(planner, "flatten_state_dict", True):
+        raise UsageError(
+            f"{flat(path)}: a PerRank needs a planner that flattens the state, for only so has each rank's "
+            "value a name of its own. Pass flatten_state_dict=True.",
+            key=flat(path),
+        )
+    opened, found = open_states({"value": owner.value})
+
+    def refuse(_: "PerRank[Any]", inner: Path) -> Any:
+        raise UsageError(f"{flat(path)}: a PerRank stands in a PerRank, at {flat(inner)}", key=flat(path))
+
+    _Walk(refuse).open(opened["value"], path)
+    return opened, found
+
+
+class _Walk:
+    """Copies the containers on the way to each PerRank, and puts something else in its place.
+
+    Attributes:
+        copies: The containers that were copied, each with its copy.
+    """
+
+    def __init__(self, replace: Callable[["PerRank[Any]", Path], Any]) -> None:
+        self.replace = replace
+        self.copies: list[tuple[Any, Any]] = []
+        # Asking whether a class is a Mapping takes longer than all else for a leaf.
+        self.opens: dict[type, bool] = {}
+
+    def start(self, state: dict[str, Any]) -> dict[str, Any]:
+        try:
+            opened: dict[str, Any] = self.open(state, ())
+        except RecursionError:
+            raise UsageError("the state contains itself, or is nested too deeply to be saved") from None
+        return opened
+
+    def open(self, value: Any, path: Path) -> Any:
+        """The value, or a copy of it if there is a PerRank in it."""
+        if isinstance(value, PerRank):
+            return self.replace(value, path)
+        if not self._opens(type(value)):
+            return value
+        changed = {}
+        for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
+            opens = self.opens.get(type(entry))
+            if opens is False or (opens is None and not self._opens(type(entry))):
+                continue
+            opened = self.open(entry, (*path, key))
+            if opened is not entry:
+                changed[key] = opened
+        if not changed:
+            return value
+        copied: Any = list(value) if isinstance(value, list) else dict(value)
+        if isinstance(value, OrderedDict):
+            copied = OrderedDict(value)
+        for key, opened in changed.items():
+            copied[key] = opened
+        self.copies.append((value, copied))
+        return copied
+
+    def _opens(self, kind: type) -> bool:
+        return self.opens.setdefault(kind, issubclass(kind, Mapping | list | PerRank))
+
+
+@dataclass
+class _Place:
+    """A PerRank of the state that is loaded.
+
+    Attributes:
+        opened: Its value under "value", with the Stateful objects that are in ``found`` replaced.
+        slots: The dict in its place: names of ranks with the values that are to be filled.
+        saved_by: How many ranks saved, if it is to be made by its rule; else None.
+    """
+
+    owner: "PerRank[Any]"
+    path: Path
+    opened: dict[Any, Any]
+    found: list[OpenedState]
+    slots: dict[str, Any]
+    saved_by: int | None = None
+
+
+class LoadByRank:
+    """A load into a state with PerRank values; on every rank, between reading metadata and planning.
+
+    Args:
+        state: The state, with its Stateful objects opened. It is not changed before :meth:`finish`.
+        planner: The planner that will load.
+        metadata: The checkpoint's metadata.
+        rank: The rank that loads.
+        world_size: How many ranks load.
+
+    Attributes:
+        state: What the planner is to load into; the given one if there is no PerRank in it.
+
+    Raises:
+        PlanError: The checkpoint has no such values, or those of another number of ranks and there is no
+            rule, or the state has no PerRank where the checkpoint has values of ranks. All places are named.
+        UsageError: As ``split_by_rank``.
+    """
+
+    def __init__(
+        self, state: dict[str, Any], planner: Any, metadata: Metadata, *, rank: int, world_size: int
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._metadata, self._planner = metadata, planner
+        self._saved = saved_places(metadata)
+        self._places: list[_Place] = []
+        self._walk = _Walk(self._replace)
+        self.state = self._walk.start(state)
+        problems = [*self._problems(), *self._plain_places(state)]
+        if problems:
+            lines = "\n  ".join(f"{key}: {problem}" for key, problem in problems)
+            raise PlanError(
+                f"the checkpoint does not fit the ranks (nothing was changed):\n  {lines}", key=problems[0][0]
+            )
+        self._make_room()
+
+    def _replace(self, owner: "PerRank[Any]", path: Path) -> dict[str, Any]:
+        opened, found = _open_value(owner, path, self._planner)
+        slots = {rank_name(self.rank, self.world_size): opened["value"]}
+        self._places.append(_Place(owner, path, opened, found, slots))
+        return slots
+
+    def _problems(self) -> list[tuple[str, str]]:
+        """What does not fit of the places that have a PerRank; notes those that need their rule."""
+        problems = []
+        for place in self._places:
+            key = flat(place.path)
+            saved = self._saved.get(key)
+            if saved is None:
+                problem = why_absent(key, self._metadata)
+                # Nothing at all is there: whether that is an error is for the planner to say.
+            elif saved.world_sizes == {self.world_size}:
+                continue
+            else:
+                problem = saved.why_not_resized(place.owner, self.world_size)
+                place.saved_by = max(saved.world_sizes)
+            if problem is not None:
+                problems.append((key, problem))
+        return problems
+
+    def _plain_places(self, state: dict[str, Any]) -> list[tuple[str, str]]:
+        """The places that were saved with a PerRank, and at which the state has something else."""
+        problems = []
+        wanted = {flat(place.path) for place in self._places}
+        for key, saved in self._saved.items():
+            here = find(state, saved.path) if key not in wanted else ABSENT
+            if here is ABSENT or (isinstance(here, Mapping) and _has_names(here)):
+                continue
+            count = max(saved.world_sizes)
+            problems.append((key, f"each of {count} ranks saved its own value here; load it into a PerRank"))
+        return problems
+
+    def _make_room(self) -> None:
+        """For the places that need their rule: room for the values of all ranks that saved."""
+        resized = [(place, count) for place in self._places if (count := place.saved_by) is not None]
+        if not resized:
+            return
+        names = {
+            f"{flat(place.path)}.{rank_name(rank, count)}"
+            for place, count in resized
+            for rank in range(count)
+        }
+        built: dict[str, Any] = {}
+        EmptyStateDictLoadPlanner(names).set_up_planner(built, self._metadata)
+        for place, count in resized:
+            values = find(built, place.path)
+            if not isinstance(values, Mapping):
+                raise PlanError(
+                    f"{flat(place.path)}: the checkpoint does not say how its ranks' values are nested",
+                    key=flat(place.path),
+                )
+            place.slots.clear()
+            place.slots.update({name: values[name] for name in (rank_name(r, count) for r in range(count))})
+
+    def finish(self) -> None:
+        """After the load: put what was loaded where it belongs, applying the rules.
+
+        Raises:
+            ShapeMismatchError, DtypeMismatchError, PlanError: A rule returned something else than a tensor
+                of the shape and dtype of the one that it is for.
+        """
+        replaced = {id(place.slots) for place in self._places} | {id(copy) for _, copy in self._walk.copies}
+        for place in self._places:
+            if place.saved_by is None:
+                holder = {"value": place.owner.value}
+                place.opened["value"] = place.slots[rank_name(self.rank, self.world_size)]
+                return_states(holder, place.opened, place.found)
+                place.owner.value = holder["value"]
+            else:
+                assert place.owner.resize is not None
+                values = list(place.slots.values())
+                made = place.owner.resize(values, self.rank, self.world_size)
+                place.owner.value = _settle(place.owner.value, made, flat(place.path))
+        for original, copied in self._walk.copies:
+            for key, value in copied.items() if isinstance(copied, Mapping) else enumerate(copied):
+                is_new = isinstance(original, Mapping) and key not in original
+                if id(value) not in replaced and (is_new or original[key] is not value):
+                    original[key] = value
+
+
+def _has_names(values: Mapping[Any, Any]) -> bool:
+    """Whether a dict asks for ranks' values by their names, or for nothing."""
+    return not values or any(rank_key(str(name)) is not None for name in values)
+
+
+def _settle(template: Any, made: Any, key: str) -> Any:
+    """What a rule made, put where the template is: into tensors, Stateful objects and containers like it."""
+    if isinstance(template, torch.Tensor) and not template.is_meta:
+        _check_like(template, made, key)
+        with torch.no_grad():
+            template.copy_(made)
+        return template
+    if isinstance(template, Stateful) and not isinstance(template, type):
+        template.load_state_dict(made)
+        return template
+    if isinstance(template, dict) and isinstance(made, Mapping) and template.keys() == made.keys():
+        for name, part in made.items():
+            template[name] = _settle(template[name], part, f"{key}.{name}")
+        return template
+    if isinstance(template, list) and isinstance(made, list) and len(template) == len(made):
+        for at, part in enumerate(made):
+            template[at] = _settle(template[at], part, f"{key}.{at}")
+        return template
+    return made
+
+
+def _check_like(template: torch.Tensor, made: Any, key: str) -> None:
+    rule = f"{key}: the rule of this PerRank returned"
+    if not isinstance(made, torch.Tensor):
+        raise PlanError(f"{rule} a value of type {type(made).__name__} for a tensor", key=key)
+    if made.shape != template.shape:
+        raise ShapeMismatchError(
+            f"{rule} a tensor of shape {tuple(made.shape)} for one of {tuple(template.shape)}",
+            key=key,
+            expected=tuple(template.shape),
+            found=tuple(made.shape),
+        )
+    if made.dtype != template.dtype:
+        raise DtypeMismatchError(
+            f"{rule} a tensor of {made.dtype} for one of {template.dtype}",
+            key=key,
+            expected=template.dtype,
+            found=made.dtype,
+        )

@@ -1,0 +1,105 @@
+"""What a checkpoint has of values that ranks saved each for itself, and why it may not be what is wanted."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from holdfast._plan.structure import true_key
+from holdfast.metadata import Metadata
+from holdfast.per_rank import PerRank, rank_key
+
+__all__ = ["ABSENT", "Path", "SavedByRank", "find", "flat", "saved_places", "why_absent"]
+
+Path: TypeAlias = tuple[Any, ...]
+"""The keys and positions that lead to a value."""
+
+ABSENT = object()
+
+
+def flat(path: Path) -> str:
+    """The flat key of a path."""
+    return ".".join(map(str, path))
+
+
+@dataclass
+class SavedByRank:
+    """What a checkpoint has at the place of a PerRank.
+
+    Attributes:
+        world_sizes: How many ranks saved; several numbers if the checkpoint was put together by hand.
+        ranks: Those of which it has a value.
+        path: The way to the place.
+    """
+
+    world_sizes: set[int] = field(default_factory=set)
+    ranks: set[int] = field(default_factory=set)
+    path: Path = ()
+
+    def why_not_resized(self, owner: "PerRank[Any]", world_size: int) -> str | None:
+        """Why the values cannot become those of ``world_size`` ranks; None if they can."""
+        if len(self.world_sizes) > 1:
+            sizes = " and ".join(map(str, sorted(self.world_sizes)))
+            return f"the checkpoint has values that {sizes} ranks saved; it was put together from several"
+        (count,) = self.world_sizes
+        if owner.resize is None:
+            return (
+                f"{count} ranks saved a value each, and now there are {world_size}. Say how one becomes "
+                "the other: PerRank(value, resize=function), where function(values, rank, world_size) gets "
+                f"the {count} values and returns this rank's"
+            )
+        if len(self.ranks) < count:
+            missing = next(rank for rank in range(count) if rank not in self.ranks)
+            return (
+                f"the rule needs the values of all {count} ranks that saved, and the checkpoint has only "
+                f"{len(self.ranks)} of them: that of rank {missing} is not there"
+            )
+        return None
+
+
+def why_absent(key: str, metadata: Metadata) -> str | None:
+    """Why there are no values of ranks at a place; None if there is nothing at all."""
+    below = f"{key}."
+    keys = metadata.state_dict_metadata
+    if key in keys or any(there.startswith(below) for there in keys):
+        return (
+            "the checkpoint has one value for all ranks here, the state a PerRank; load it without "
+            "PerRank, and wrap what you got"
+        )
+    return None
+
+
+def saved_places(metadata: Metadata) -> dict[str, SavedByRank]:
+    """The places at which ranks saved values of their own, by flat key."""
+    places: dict[str, SavedByRank] = {}
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+
+    def note(key: str, path: Path | None) -> None:
+        told = rank_key(key)
+        if told is None:
+            return
+        saved = places.setdefault(told.place, SavedByRank())
+        saved.world_sizes.add(told.world_size)
+        saved.ranks.add(told.rank)
+        names = [step for step in path or () if rank_key(str(step)) is not None]
+        saved.path = path[: path.index(names[0])] if path and names else (told.place,)
+
+    for key in metadata.state_dict_metadata:
+        if "@rank-" in key:
+            note(key, paths.get(key))
+    # The value of a rank may be an empty dict, which has no key.
+    for path in getattr(paths, "containers", {}):
+        note(flat(path), path)
+    return places
+
+
+def find(state: Any, path: Path) -> Any:
+    """What stands in a nested state at the end of a path, or ABSENT."""
+    for step in path:
+        key = true_key(step)
+        if isinstance(state, Mapping):
+            state = state.get(key, ABSENT)
+        elif isinstance(state, list) and isinstance(key, int) and key < len(state):
+            state = state[key]
+        else:
+            return ABSENT
+    return state

@@ -1,0 +1,92 @@
+"""One value for each rank under one name of the state, and the names that they have in a checkpoint."""
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+
+from typing_extensions import Self
+
+__all__ = ["PerRank", "RankKey", "rank_key", "rank_name"]
+
+T = TypeVar("T")
+
+
+class PerRank(Generic[T]):
+    """A value that each rank has for itself: a state of random numbers, a position in the data.
+
+    It may stand anywhere in the dicts and lists of a state, and hold whatever can be saved: tensors, nested
+    containers, Stateful objects, other values. A save keeps the value of every rank. A load into a PerRank at
+    the same place gives each rank its own back: tensors are filled where they are, a Stateful object gets its
+    state, anything else is in ``value`` afterwards.
+
+    A load by more or fewer ranks than saved needs a rule, ``resize``. Without it such a load raises before
+    anything is changed. The rule is called on each rank with the values of all saving ranks, in rank order,
+    with the rank that loads, and with how many load; what it returns becomes this rank's value. A tensor that
+    it returns in the place of a tensor must have its shape and dtype. Every rank holds all values in the
+    memory of the host for that time. Where as many ranks load as saved it is not called.
+
+    In the checkpoint it is a dict with one entry for each rank, called ``@rank-0-of-4`` and so on. Stock
+    torch sees it like that, and so does a state that has such a dict in the place of the PerRank.
+
+    Args:
+        value: What this rank saves; for a load what is to be filled or replaced.
+        resize: ``resize(values, rank, world_size)``, the rule for another number of ranks.
+
+    Example:
+        >>> state = {"model": model, "rng": PerRank(torch.get_rng_state())}
+        >>> holdfast.save(state, checkpoint_id="checkpoints/100")
+    """
+
+    def __init__(self, value: T, *, resize: Callable[[list[T], int, int], T] | None = None) -> None:
+        self.value = value
+        self.resize = resize
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+    def __copy__(self) -> Self:
+        return type(self)(self.value, resize=self.resize)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)(copy.deepcopy(self.value, memo), resize=self.resize)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        # Inside of a tuple or another object it would be stored as part of a value that all ranks share.
+        raise TypeError(
+            "a PerRank can only stand in the dicts and lists of a state, not inside of other values"
+        )
+
+
+_NAME = re.compile(r"(?:^|\.)(@rank-(\d{1,9})-of-(\d{1,9}))(?=\.|$)")
+
+
+def rank_name(rank: int, world_size: int) -> str:
+    """What a rank's value is called below the place of its PerRank; names sort in rank order."""
+    return f"@rank-{rank:0{len(str(world_size - 1))}}-of-{world_size}"
+
+
+class RankKey(NamedTuple):
+    """A flat key of one rank's value, or of something in it.
+
+    Attributes:
+        place: The flat key of the PerRank.
+        rank: The rank that saved it.
+        world_size: How many ranks saved.
+    """
+
+    place: str
+    rank: int
+    world_size: int
+
+
+def rank_key(key: str) -> RankKey | None:
+    """Take a flat key apart; None if it does not belong to one rank alone."""
+    if "@rank-" not in key:
+        # Nearly all of 100,000 keys: 40 nanoseconds each instead of a microsecond.
+        return None
+    for found in _NAME.finditer(key):
+        rank, world_size = int(found[2]), int(found[3])
+        if rank < world_size and found[1] == rank_name(rank, world_size):
+            return RankKey(key[: found.start()], rank, world_size)
+    return None
