@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -16,11 +16,13 @@ from holdfast._format.metadata_file import FILE_NAME
 from holdfast._io.local import LocalStore
 from holdfast._io.store import ByteStore, Claim
 from holdfast._plan.entries import directory_of
-from holdfast._shortcuts import alike_everywhere, passes_plans_on
+from holdfast._ranks.exchange import Exchange
+from holdfast._shortcuts import alike_everywhere, passes_plans_on, reads_together
 from holdfast._storage.metadata_writing import VERSION, make_manifest
 from holdfast._storage.reading import read_items, read_metadata_file, read_own_parts
 from holdfast._storage.results import result_columns
 from holdfast._storage.shelf import Places, Shelf
+from holdfast._storage.together import read_together
 from holdfast._storage.writing import (
     commit,
     discard,
@@ -200,13 +202,17 @@ class FileSystemWriter(StorageWriter):
         done.set_result(results)
         return done
 
-    def abandon(self) -> None:
-        """Remove what this rank has written for a save that will never be committed, and let others in."""
-        written, self._written = self._written, []
-        try:
+    def abandon(self, *, outcome_is_known: bool = True) -> None:
+        """After a save that failed: remove what this rank has written for it, and let others in.
+
+        Args:
+            outcome_is_known: False where the coordinator may have committed it all the same, or may still
+                do so: then nothing is removed.
+        """
+        written = self._written
+        self._let_go()
+        if outcome_is_known:
             discard(self._store(), written, save_id=self.save_id, rank=self._own_rank)
-        finally:
-            self._let_go()
 
     def _let_go(self) -> None:
         self._written = []
@@ -276,6 +282,8 @@ class FileSystemReader(StorageReader):
         memory_budget: The most bytes of memory taken besides the state.
         verify: Compare checksums. False finds no damage.
         allow_pickle: Let planner data in the metadata be unpickled freely, running what code it holds.
+        share_reads: Let one rank read what several need, and pass it on: storage is asked for each byte
+            once. False: each rank reads what it needs, which is faster where storage is as fast as memory.
     """
 
     def __init__(
@@ -287,6 +295,7 @@ class FileSystemReader(StorageReader):
         memory_budget: int = DEFAULT_BUDGET,
         verify: bool = True,
         allow_pickle: bool = False,
+        share_reads: bool = True,
     ) -> None:
         if thread_count < 1:
             raise UsageError(f"thread_count must be at least 1, not {thread_count}")
@@ -297,6 +306,7 @@ class FileSystemReader(StorageReader):
         self.memory_budget = memory_budget
         self.verify = verify
         self.allow_pickle = allow_pickle
+        self.share_reads = share_reads
         self.load_id = uuid.uuid4().hex
         self.storage_data: dict[Any, Any] = {}
         self.rank: int | None = None
@@ -353,23 +363,44 @@ class FileSystemReader(StorageReader):
         """Nothing to add."""
         return plans
 
+    @reads_together
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
         """Read what the plan asks for, and hand it to the planner."""
-        if self._metadata is None:
-            raise UsageError("set_up_storage_reader must be called before read_data")
-        read_items(
-            self._store(),
-            to_ours(plan),
-            our_load_planner(planner),
-            self._metadata,
-            registry=self.registry,
-            threads=self.thread_count,
-            budget=self.memory_budget,
-            verify=self.verify,
-        )
+        self._read(self._store(), to_ours(plan), our_load_planner(planner), None)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _read(self, store: ByteStore, plan: LoadPlan, planner: LoadPlanner, threads: int | None) -> None:
+        if self._metadata is None:
+            raise UsageError("set_up_storage_reader must be called before read_data")
+        read_items(
+            store,
+            plan,
+            planner,
+            self._metadata,
+            registry=self.registry,
+            threads=threads or self.thread_count,
+            budget=self.memory_budget,
+            verify=self.verify,
+        )
+
+    def read_data_together(
+        self, finish_plan: Callable[[], LoadPlan], planner: LoadPlanner, exchange: Exchange
+    ) -> Callable[[], None]:
+        """As ``read_data``, on all ranks of an exchange: what several of them need is read once.
+
+        Returns:
+            What does it, to be called on every rank.
+        """
+        assert self._metadata is not None
+
+        def read(store: ByteStore, part: LoadPlan, threads: int | None) -> None:
+            self._read(store, part, planner, threads)
+
+        return read_together(
+            self._store(), finish_plan, planner, self._metadata, exchange, read, willing=self.share_reads
+        )
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:

@@ -1,5 +1,6 @@
 """What ranks do with the channel of their group: share it, outlive it, disagree on it, be late for it."""
 
+import functools
 import os
 import signal
 import socket
@@ -142,32 +143,38 @@ def fail_before_the_first_step(folder: str) -> list[Raised | None]:
 
 
 class SignallingWriter(holdfast.FileSystemWriter):
-    """Rank 0 sends a signal from its place, when the others have delivered or wait."""
+    """Rank 0 sends a signal to another rank that waits, and goes on when that one has had it."""
 
     def __init__(self, folder: str, place: str, pid: int, number: int) -> None:
         super().__init__(folder)
         self.place, self.pid, self.number = place, pid, number
+        self.mark = Path(f"{folder}-interrupted")
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         if dist.get_rank() == 0 and self.place == "write":
-            time.sleep(0.2)  # the others are most likely waiting by now; either way the outcome is the same
-            os.kill(self.pid, self.number)
+            self.send()
         return super().write_data(plan, planner)
 
     def finish(self, metadata: Any, results: Any) -> None:
         if self.place == "commit":
-            os.kill(self.pid, self.number)
-            while Path(f"/proc/{self.pid}/stat").read_text().split()[2] != "Z":
-                time.sleep(0.001)  # until it is dead
+            self.send()
         super().finish(metadata, results)
 
+    def send(self) -> None:
+        os.kill(self.pid, self.number)
+        while not self.mark.exists() and Path(f"/proc/{self.pid}/stat").read_text().split()[2] != "Z":
+            time.sleep(0.001)
 
-def interrupt_one_that_waits(folder: str) -> tuple[Raised | None, float]:
+
+def interrupt_one_that_waits(folder: str, place: str) -> tuple[Raised | None, float]:
+    """SIGINT reaches rank 1 while rank 0 is at that place."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     pids = all_pids()
     holdfast.save(state(1.0), checkpoint_id=folder)
-    writer = SignallingWriter(folder, "write", pids[1], signal.SIGINT)
+    writer = SignallingWriter(folder, place, pids[1], signal.SIGINT)
     raised = caught(lambda: holdfast.save(state(2.0), storage_writer=writer))
+    if dist.get_rank() == 1:
+        writer.mark.touch()
     dist.barrier()
     return raised, loaded(folder)
 
@@ -231,6 +238,7 @@ def break_a_connection(folder: str) -> list[Any]:
             time.sleep(0.001)
     dist.barrier()
     caught(lambda: holdfast.save(state(2.0), checkpoint_id=folder))  # fails if the others were faster
+    dist.barrier()
     return [caught(lambda: holdfast.save(state(3.0), checkpoint_id=folder)), loaded(folder)]
 
 
@@ -252,17 +260,25 @@ def talk() -> list[Any]:
     heard.append(caught(_share_an_error))
     heard.append(caught(_leave_between_steps))
     with open_exchange(None, purpose="talk") as exchange:
-        heard.append(exchange.agree("again", lambda: exchange.rank, sum))
+        heard.append(exchange.agree("again", lambda: exchange.rank, _total))
     return heard
 
 
 def _say_what_cannot_be_said() -> None:
     with open_exchange(None, purpose="talk") as exchange:
-        exchange.agree("say", lambda: _unsayable(exchange.rank), sum)
+        exchange.agree("say", functools.partial(_unsayable, exchange.rank), _count)
 
 
 def _unsayable(rank: int) -> Any:
     return threading.Lock() if rank == 1 else 0
+
+
+def _total(ranks: list[int]) -> int:
+    return sum(ranks)
+
+
+def _count(parts: list[Any]) -> int:
+    return len(parts)
 
 
 def _answer_what_cannot_be_said() -> None:

@@ -87,13 +87,20 @@ def test_an_error_before_the_first_step_is_raised_on_all_ranks(nursery: Nursery,
 def test_an_interrupt_of_a_waiting_rank_stays_one_and_the_others_are_told(
     nursery: Nursery, folder: str
 ) -> None:
-    results = values(nursery.run(channel_life.interrupt_one_that_waits, 3, folder))
+    results = values(nursery.run(channel_life.interrupt_one_that_waits, 3, folder, "write"))
     for rank, (raised, there) in enumerate(results):
         assert there == 1.0
         if rank == 1:
             assert raised.kind == "KeyboardInterrupt"
         else:
             assert "interrupted by KeyboardInterrupt" in raised.failures[1]
+
+
+def test_an_interrupt_during_the_commit_leaves_the_checkpoint_whole(nursery: Nursery, folder: str) -> None:
+    results = values(nursery.run(channel_life.interrupt_one_that_waits, 3, folder, "commit"))
+    for rank, (raised, there) in enumerate(results):
+        assert there == 2.0
+        assert (raised is None) == (rank != 1)
 
 
 def test_a_rank_that_dies_after_its_part_does_not_fail_the_commit(nursery: Nursery, folder: str) -> None:
@@ -124,7 +131,6 @@ def test_a_coordinator_that_was_given_up_does_not_commit_if_it_asks(nursery: Nur
     check_given_up(values(nursery.run(channel_life.stop_before_the_commit, 3, folder, True)))
 
 
-@pytest.mark.xfail(strict=True, reason="the storage does not ask before it commits")
 def test_a_coordinator_that_was_given_up_does_not_commit(nursery: Nursery, folder: str) -> None:
     check_given_up(values(nursery.run(channel_life.stop_before_the_commit, 3, folder, False)))
 

@@ -375,4 +375,6 @@ def test_processes_go_on_with_their_own_random_numbers(tmp_path: Path) -> None:
     expected = [
         (torch.rand(1, generator=torch.Generator().manual_seed(rank)).item(), rank) for rank in range(2)
     ]
-    assert run_ranks(save_and_load_own, 2, str(tmp_path / "c")) == [("returned", [each] * 2) for each in expected]
+    assert run_ranks(save_and_load_own, 2, str(tmp_path / "c")) == [
+        ("returned", [each] * 2) for each in expected
+    ]

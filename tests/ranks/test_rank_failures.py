@@ -17,7 +17,7 @@ STEPS = {
     "global plan": "plan",
     "write": "write",
     "commit": "write",
-    "load metadata": "plan",
+    "load metadata": "read metadata",
     "load plan": "plan",
     "load global plan": "plan",
     "read": "read",

@@ -41,8 +41,5 @@ def save_and_leave(folder: Path) -> bool:
     return True
 
 
-@pytest.mark.xfail(
-    strict=True, reason="what came in together with the end of a connection is dropped (FrameReader.receive)"
-)
 def test_a_rank_learns_of_the_commit_although_the_coordinator_has_ended_meanwhile(tmp_path: Path) -> None:
     assert run_ranks(save_and_leave, 2, tmp_path) == [("returned", True), ("returned", True)]

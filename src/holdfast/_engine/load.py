@@ -6,7 +6,7 @@ from typing import Any
 
 from holdfast._engine.per_rank import LoadByRank
 from holdfast._ranks.exchange import Exchange
-from holdfast._shortcuts import is_alike_everywhere, leaves_plans_alone
+from holdfast._shortcuts import can_read_together, is_alike_everywhere, leaves_plans_alone
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner
 from holdfast.storage import StorageReader
@@ -41,8 +41,16 @@ def run_load(
 
     plan = _plan(need, planner, reader, exchange)
 
+    read_together: Callable[[], None] | None = None
+    if exchange.world_size > 1 and can_read_together(reader):
+        shared_reader: Any = reader
+        read_together = shared_reader.read_data_together(lambda: planner.finish_plan(plan), planner, exchange)
+
     def read() -> None:
-        reader.read_data(planner.finish_plan(plan), planner).wait()
+        if read_together is not None:
+            read_together()
+        else:
+            reader.read_data(planner.finish_plan(plan), planner).wait()
         assert by_rank is not None
         by_rank.finish()
 

@@ -35,7 +35,7 @@ def run_save(
     except BaseException:
         abandon = getattr(writer, "abandon", None)
         if abandon is not None:
-            abandon()
+            abandon(outcome_is_known=exchange.outcome_is_known)
         raise
 
 

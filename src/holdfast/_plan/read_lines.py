@@ -1,6 +1,6 @@
 """The lines of a load plan as columns: whole tensors by number, and records only for what is cut."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -42,6 +42,16 @@ class ReadColumns:
         self.boxes[len(self.keys)] = line
         self.keys.append(line.dest_index.fqn)
         self.rows.append(row)
+
+    def take(self, numbers: Iterable[int]) -> "ReadColumns":
+        """Some of the lines."""
+        taken = ReadColumns(self.directory)
+        for number in numbers:
+            if number in self.boxes:
+                taken.boxes[len(taken.keys)] = self.boxes[number]
+            taken.keys.append(self.keys[number])
+            taken.rows.append(self.rows[number])
+        return taken
 
     def lines(self) -> Iterator[ReadItem]:
         """The lines as records."""

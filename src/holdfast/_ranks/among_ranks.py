@@ -57,7 +57,7 @@ def open_exchange(
     if no_dist or not dist.is_available() or not dist.is_initialized():
         return Alone()
     if not use_collectives or dist.get_world_size(group) == 1:
-        return Alone(dist.get_rank(group))
+        return Alone(dist.get_rank(group), dist.get_world_size(group))
     return AmongRanks(open_channel(group, coordinator_rank), purpose, peer_timeout)
 
 
@@ -89,7 +89,7 @@ class AmongRanks(Exchange):
                 answer: R = self._ask(label, mine, failure)
             else:
                 others = self._channel.hub.gather(self._number, self._step, label, failure)
-                answer = self._answer(mine, others, decision)
+                answer = self._answer(label, mine, others, decision)
         except SessionFailedError as failed:
             raise CheckpointException.of(*failed.verdict) from None
         finally:
@@ -102,6 +102,7 @@ class AmongRanks(Exchange):
         hub, member = self._channel.hub, self._channel.member
         try:
             self._channel.end.check(self._number, step)
+            self._channel.end.expect(self._number, self._step, label)
             value: R
             if hub is None:
                 assert member is not None
@@ -111,7 +112,7 @@ class AmongRanks(Exchange):
                 if failure is not None:
                     self._fail({self.rank: failure})
                 value, form = made
-                hub.announce(self._number, self._step, dict.fromkeys(self._others(), form))
+                hub.announce(self._number, self._step, label, dict.fromkeys(self._others(), form))
         except SessionFailedError as failed:
             raise CheckpointException.of(*failed.verdict) from None
         finally:
@@ -124,7 +125,8 @@ class AmongRanks(Exchange):
         count = self._lanes[ring] = self._lanes.get(ring, 0) + 1
         if len(ring) == 1:
             return Lane(ring, self.rank, None, None, self._check)
-        self._channel.end.expect(self._number, Label(self._purpose, self._last_step, self._timeout))
+        label = Label(self._purpose, self._last_step, self._timeout)
+        self._channel.end.expect(self._number, self._step, label)
         following = ring[(ring.index(self.rank) + 1) % len(ring)]
         key = lane_key(self._number, ring, count, following)
         outgoing = set_out(*self._channel.docks[following], self._channel.token, key, self._check)
@@ -152,10 +154,19 @@ class AmongRanks(Exchange):
         form: Segments = ()
         if failure is None:
             form, failure = attempt(lambda: encode(mine))
-        member.deliver(self._number, self._step, label, form, failure)
-        return decode(member.receive(self._number, self._step, label))
+        self.outcome_is_known = failure is not None
+        try:
+            member.deliver(self._number, self._step, label, form, failure)
+            answer = member.receive(self._number, self._step, label)
+        except SessionFailedError as failed:
+            self.outcome_is_known = failed.is_told or failure is not None
+            raise
+        self.outcome_is_known = True
+        return decode(answer)
 
-    def _answer(self, mine: Any, others: dict[int, Segments], decision: Callable[..., Sequence[Any]]) -> Any:
+    def _answer(
+        self, label: Label, mine: Any, others: dict[int, Segments], decision: Callable[..., Sequence[Any]]
+    ) -> Any:
         """The coordinator's side once every part is there."""
         hub = self._channel.hub
         assert hub is not None
@@ -178,7 +189,7 @@ class AmongRanks(Exchange):
             )  # that this rank was given up goes before what it raised for it
             self._fail({self.rank: failure})
         own, forms = made
-        hub.announce(self._number, self._step, forms)
+        hub.announce(self._number, self._step, label, forms)
         return own
 
     def _forms(self, answers: Sequence[Any]) -> tuple[Any, dict[int, Segments]]:

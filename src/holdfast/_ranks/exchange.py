@@ -34,11 +34,20 @@ class Exchange(abc.ABC):
         rank: This rank's number in the group.
         world_size: How many ranks there are.
         is_coordinator: Whether this rank decides.
+        outcome_is_known: False after a step that raised here although the coordinator may have decided it, or
+            may still do so: this rank had done its part, and then was interrupted or lost the coordinator.
+            What it has written may be part of a checkpoint, and must not be removed.
     """
 
     rank: int
     world_size: int
     is_coordinator: bool
+    outcome_is_known: bool = True
+
+    @property
+    def group_size(self) -> int:
+        """How many ranks the group has, whether or not they take part."""
+        return self.world_size
 
     @abc.abstractmethod
     def decide(self, step: str, part: Callable[[], T], decision: Callable[[list[T]], Sequence[R]]) -> R:
@@ -67,6 +76,9 @@ class Exchange(abc.ABC):
     def lane(self, members: Sequence[int]) -> Lane:
         """A lane for bulk bytes among some ranks; called by all of them, in the part of a step.
 
+        Whoever implements an exchange of several ranks gives this too, if its users pass bytes on; what is
+        here is a lane of one.
+
         Args:
             members: The ranks, the same and in the same order on all of them; this rank is one of them.
 
@@ -90,10 +102,16 @@ class Exchange(abc.ABC):
 class Alone(Exchange):
     """A single process: its own coordinator."""
 
-    def __init__(self, rank: int = 0) -> None:
+    def __init__(self, rank: int = 0, group_size: int = 1) -> None:
         self.rank = rank
+        self._group_size = group_size
         self.world_size = 1
         self.is_coordinator = True
+
+    @property
+    def group_size(self) -> int:
+        """How many ranks the group has that this one works apart from."""
+        return self._group_size
 
     def decide(self, step: str, part: Callable[[], T], decision: Callable[[list[T]], Sequence[R]]) -> R:
         """Both in turn, here."""

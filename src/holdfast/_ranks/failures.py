@@ -35,11 +35,17 @@ class Verdict(NamedTuple):
 
 
 class SessionFailedError(Exception):
-    """A session has failed; inside this package only, where it becomes a CheckpointException."""
+    """A session has failed; inside this package only, where it becomes a CheckpointException.
 
-    def __init__(self, verdict: Verdict) -> None:
+    Attributes:
+        verdict: Why.
+        is_told: Whether the coordinator said so; False if this rank concluded it from its silence or loss.
+    """
+
+    def __init__(self, verdict: Verdict, *, is_told: bool = True) -> None:
         super().__init__(verdict)
         self.verdict = verdict
+        self.is_told = is_told
 
 
 def attempt(work: Callable[[], Any]) -> tuple[Any, WRAPPED_EXCEPTION | None]:

@@ -140,7 +140,13 @@ class FrameReader:
                     taken = connection.recv_into(memoryview(self._target)[self._filled :])
                 except BlockingIOError:
                     break
+                except OSError:
+                    if frames:
+                        break
+                    raise
                 if not taken:
+                    if frames:
+                        break  # what was said before the end counts; the end is met again next time
                     raise EOFError
                 self._filled += taken
                 turn += taken

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from holdfast._ranks.dock import Dock
 from holdfast._ranks.door import TOKEN_SIZE, Door
 from holdfast._ranks.failures import SessionFailedError, Verdict, lost_rank, pack, unpack
-from holdfast._ranks.frames import Frame, Kind, Segments, decode
+from holdfast._ranks.frames import Frame, Kind, Segments, decode, encode
 from holdfast._ranks.ledger import Label, Ledger
 from holdfast._ranks.link import Link
 from holdfast._ranks.loop import Loop
@@ -58,9 +58,9 @@ class Hub:
         with self._loop.changed:
             self._raise_if_failed(number, step)
 
-    def expect(self, number: int, label: Label) -> None:
-        """Have all ranks watched in the middle of a step, as this rank waits for some of them."""
-        self._loop.call(lambda: self._ledger.expect(number, label, time.monotonic()))
+    def expect(self, number: int, step: int, label: Label) -> None:
+        """Say where this rank is without having done its part; have those watched who have not either."""
+        self._loop.call(lambda: self._ledger.expect(number, step, self._rank, label, time.monotonic()))
 
     def gather(
         self, number: int, step: int, label: Label, failure: WRAPPED_EXCEPTION | None
@@ -81,14 +81,15 @@ class Hub:
             self._raise_if_failed(number, label.step)
             return {rank: part for rank, part in session.parts.items() if part is not None}
 
-    def announce(self, number: int, step: int, answers: Mapping[int, Segments]) -> None:
+    def announce(self, number: int, step: int, label: Label, answers: Mapping[int, Segments]) -> None:
         """Tell each rank its answer, all or none: not even an interrupt comes between."""
+        head = encode(tuple(label))
 
         def tell() -> None:
             if self._ledger.session(number).verdict is None:
                 for rank, answer in answers.items():
                     if rank in self._links:
-                        self._loop.post(self._links[rank], Frame(Kind.ANSWER, number, step, answer))
+                        self._loop.post(self._links[rank], Frame(Kind.ANSWER, number, step, [*head, *answer]))
                 self._ledger.conclude(number)
 
         self._loop.call(tell)
@@ -171,7 +172,7 @@ class Hub:
             label, failure = Label(*decode(frame.body[:1])), unpack(frame.body[1:]).failures[rank]
             self._ledger.deliver_failure(number, step, rank, label, failure, time.monotonic())
         elif frame.kind is Kind.EXPECT:
-            self._ledger.expect(number, Label(*decode(frame.body)), time.monotonic())
+            self._ledger.expect(number, step, rank, Label(*decode(frame.body)), time.monotonic())
         elif frame.kind is Kind.ABORT:
             self._ledger.leave(number, rank, unpack(frame.body))
         elif frame.kind is Kind.GIVE_UP:

@@ -19,7 +19,7 @@ from holdfast._ranks.failures import Failures, Verdict, lost_rank, silent_rank
 from holdfast._ranks.frames import Segments
 from holdfast.errors import WRAPPED_EXCEPTION, UsageError
 
-__all__ = ["Label", "Ledger", "Session"]
+__all__ = ["Label", "Ledger", "Session", "unlike"]
 
 # Of a timeout: how long the parts of the others are waited for after one has failed, so that all failures
 # of a step are raised together.
@@ -40,6 +40,16 @@ class Label(NamedTuple):
     timeout: float
 
 
+def unlike(rank: int, label: Label, others: Label) -> UsageError:
+    """The error of ranks that do not do the same."""
+    return UsageError(
+        f"rank {rank} is at step {label.step!r} of a {label.purpose} while others are at step "
+        f"{others.step!r} of a {others.purpose}: all ranks of a group must make the same calls in the same "
+        "order",
+        rank=rank,
+    )
+
+
 @dataclass
 class Session:
     """One save or load.
@@ -51,7 +61,7 @@ class Session:
         parts: The parts of it that have been delivered, by rank; the coordinator's own is None.
         failed_parts: The failures that have been delivered in place of parts.
         is_deciding: Whether all parts are there and the coordinator is deciding.
-        expected: What a rank does that waits for others in the middle of its part.
+        expected: What a rank is at that waits for others without having done its part.
         verdict: Why the session has failed; None while it has not.
         given_up: Why some rank has given the coordinator up; None while none has.
         deadline: When the session fails because a part has failed, whoever is still missing.
@@ -97,6 +107,7 @@ class Ledger:
         """A rank has done its part."""
         session = self._enter(number, step, rank, label)
         if session is not None:
+            session.label = session.label or label
             session.parts[rank] = part
             session.missing.discard(rank)
             self._look(number, session, now)
@@ -107,37 +118,37 @@ class Ledger:
         """A rank has failed to do its part."""
         session = self._enter(number, step, rank, label)
         if session is not None:
+            session.label = session.label or label
             session.failed_parts[rank] = failure
             session.missing.discard(rank)
             if session.deadline is None:
                 session.deadline = now + _GRACE * label.timeout
             self._look(number, session, now)
 
+    def expect(self, number: int, step: int, rank: int, label: Label, now: float) -> None:
+        """A rank waits for others, without having done a part or in the middle of it."""
+        if step < self.session(number).step:
+            return  # it came late; what it waits for is on its way
+        session = self._enter(number, step, rank, label)
+        if session is not None:
+            session.expected = session.expected or label
+            self._look(number, session, now)
+
     def _enter(self, number: int, step: int, rank: int, label: Label) -> Session | None:
+        """The session, if it has not failed and all who are in it are doing the same."""
         session = self.session(number)
         if session.verdict is not None:
             self._failed(number, session.verdict, rank)
             return None
-        if session.label is None:
-            session.label = label
-        here = (session.step, session.label.purpose, session.label.step)
-        if (step, label.purpose, label.step) != here:
-            error = UsageError(
-                f"rank {rank} is at step {label.step!r} (number {step}) of a {label.purpose} while others "
-                f"are at step {here[2]!r} (number {here[0]}) of a {here[1]}: all ranks of a group must make "
-                "the same calls in the same order",
-                rank=rank,
-            )
-            self.fail(number, Verdict(label.step, {rank: (error, traceback.StackSummary())}))
-            return None
-        return session
-
-    def expect(self, number: int, label: Label, now: float) -> None:
-        """A rank waits for others in the middle of its part."""
-        session = self.session(number)
-        if session.expected is None:
-            session.expected = label
-        self._look(number, session, now)
+        there = session.label or session.expected or label
+        if (step, label.purpose, label.step) == (session.step, there.purpose, there.step):
+            return session
+        verdict = Verdict(label.step, {rank: (unlike(rank, label, there), traceback.StackSummary())})
+        if session.is_deciding:
+            session.left.append(verdict)  # what is being decided is decided; the next step fails
+        else:
+            self.fail(number, verdict)
+        return None
 
     def conclude(self, number: int) -> None:
         """The coordinator has told all ranks the outcome of the step; the next one begins."""

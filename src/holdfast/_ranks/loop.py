@@ -72,6 +72,7 @@ class Loop:
         self._sending: set[Link] = set()
         self._watching: set[Link] = set()
         self._watched_at = 0.0
+        self._now = time.monotonic()
         self._passes = 0
         self._closing: float | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -177,11 +178,11 @@ class Loop:
     def _turn(self) -> None:
         """Sleep until there is something to do, and do it."""
         nap = self._nap()
-        slept = time.monotonic()
         events = self._selector.select(nap)
-        now = time.monotonic()
+        before, now = self._now, time.monotonic()
+        self._now = now
         with self.changed:
-            if nap is not None and now - slept > nap + 1:
+            if now - before > (nap or 0) + min(1.0, (self._owner.patience() or 0) / 4):
                 # It was this process that was stopped or starved. What the others said meanwhile is
                 # still to be read; their silence until now proves nothing.
                 for link in self._watching:

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import traceback
 from collections.abc import Callable
 
 from holdfast._ranks.addresses import connect
@@ -15,9 +16,9 @@ from holdfast._ranks.failures import (
     silent_rank,
     unpack,
 )
-from holdfast._ranks.frames import Frame, Kind, Segments, encode
+from holdfast._ranks.frames import Frame, Kind, Segments, decode, encode
 from holdfast._ranks.hub import HELLO, PATIENCE, WELCOME
-from holdfast._ranks.ledger import Label
+from holdfast._ranks.ledger import Label, unlike
 from holdfast._ranks.link import Link
 from holdfast._ranks.loop import Loop
 from holdfast._ranks.pulse import pulse_port
@@ -51,6 +52,7 @@ class Member:
         self._address = (hosts, port, token)
         self._answers: dict[tuple[int, int], Segments] = {}
         self._verdicts: dict[int, Verdict] = {}
+        self._given_up: set[int] = set()
         self._open: set[int] = set()
         self._latest = -1
         self._waits: dict[int, Label] = {}
@@ -98,12 +100,12 @@ class Member:
         with self._loop.changed:
             self._raise_if_failed(number, step)
 
-    def expect(self, number: int, label: Label) -> None:
-        """Have all ranks watched in the middle of a step, as this rank waits for some of them."""
+    def expect(self, number: int, step: int, label: Label) -> None:
+        """Say where this rank is without having done its part; have those watched who have not either."""
 
         def tell() -> None:
             self._waits[number] = label
-            self._loop.post(self._link, Frame(Kind.EXPECT, number, 0, encode(tuple(label))))
+            self._loop.post(self._link, Frame(Kind.EXPECT, number, step, encode(tuple(label))))
 
         self._loop.call(tell)
 
@@ -125,7 +127,12 @@ class Member:
             with self._loop.changed:
                 self._wait(lambda: (number, step) in self._answers or self._has_failed(number), label)
                 if (number, step) in self._answers:  # an answer counts, whatever came after it
-                    return self._answers.pop((number, step))
+                    head, *answer = self._answers.pop((number, step))
+                    theirs = Label(*decode([head]))
+                    if theirs[:2] != label[:2]:
+                        failure = (unlike(self._rank, label, theirs), traceback.StackSummary())
+                        raise SessionFailedError(Verdict(label.step, {self._rank: failure}))
+                    return answer
                 self._raise_if_failed(number, label.step)
                 raise AssertionError("neither an answer nor a failure")
         finally:
@@ -150,6 +157,7 @@ class Member:
             self._open.discard(number)
             self._waits.pop(number, None)
             self._verdicts.pop(number, None)
+            self._given_up.discard(number)
             for key in [key for key in self._answers if key[0] == number]:
                 del self._answers[key]
 
@@ -160,9 +168,9 @@ class Member:
 
     def _raise_if_failed(self, number: int, step: str) -> None:
         if number in self._verdicts:
-            raise SessionFailedError(self._verdicts[number])
+            raise SessionFailedError(self._verdicts[number], is_told=number not in self._given_up)
         if self._lost is not None:
-            raise SessionFailedError(Verdict(step, self._lost))
+            raise SessionFailedError(Verdict(step, self._lost), is_told=False)
 
     def _wait(self, is_over: Callable[[], bool], label: Label) -> None:
         if not self._loop.changed.wait_for(is_over, PATIENCE):
@@ -192,7 +200,9 @@ class Member:
         """Give the coordinator up, and tell it, for when it wakes."""
         for number, label in self._waits.items():
             verdict = Verdict(label.step, silent_rank(link.rank, label.timeout))
-            self._verdicts.setdefault(number, verdict)
+            if number not in self._verdicts:
+                self._verdicts[number] = verdict
+                self._given_up.add(number)
             self._loop.post(link, Frame(Kind.GIVE_UP, number, 0, pack(verdict)))
 
     def watched(self) -> dict[Link, float]:

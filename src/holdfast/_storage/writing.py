@@ -17,6 +17,7 @@ from holdfast._io.pool import Cancellation
 from holdfast._io.store import ByteStore
 from holdfast._plan.own_values import own_values
 from holdfast._plan.write_lines import TENSOR, columns_of, is_open
+from holdfast._ranks.fence import confirm_commit
 from holdfast._storage.item_writer import SMALL, ItemWriter
 from holdfast._storage.metadata_writing import dump_manifest
 from holdfast._storage.names import is_data_file, is_leftover, is_rank_metadata, shows_a_checkpoint
@@ -171,8 +172,9 @@ def commit(
     torch_compatible: bool,
 ) -> None:
     """Make the checkpoint exist: one atomic replace of its metadata file."""
-    pieces = dump_manifest(manifest, metadata.planner_data, torch_compatible=torch_compatible)
-    store.replace(name, b"".join(pieces), durable=durable)
+    content = b"".join(dump_manifest(manifest, metadata.planner_data, torch_compatible=torch_compatible))
+    confirm_commit()
+    store.replace(name, content, durable=durable)
 
 
 def existing_checkpoint(store: ByteStore) -> str | None:

@@ -1,0 +1,246 @@
+"""Which lines of a load several ranks need, and carrying out a plan so that each of them is read once."""
+
+import hashlib
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from holdfast._io import pool
+from holdfast._io.pool import Cancellation
+from holdfast._io.store import ByteStore
+from holdfast._plan.own_values import own_values
+from holdfast._plan.read_lines import ReadColumns, ReadLines
+from holdfast._ranks.exchange import Exchange
+from holdfast._storage.passing import PassingStore
+from holdfast._storage.shelf import Shelf, shelf_of
+from holdfast._tensors.chunks import is_tensor, local_parts
+from holdfast.metadata import Metadata
+from holdfast.planner import LoadPlan, LoadPlanner
+
+__all__ = ["read_together"]
+
+# Fewer bytes than this are read by each rank itself before the connections to the others would be there.
+_WORTH_PASSING_ON = 256 * 1024
+_MOST_LANES = 4
+
+
+def read_together(
+    store: ByteStore,
+    finish_plan: Callable[[], LoadPlan],
+    planner: LoadPlanner,
+    metadata: Metadata,
+    exchange: Exchange,
+    read: Callable[[ByteStore, LoadPlan, int | None], None],
+    *,
+    willing: bool,
+) -> Callable[[], None]:
+    """Find out with whom to read; called on every rank of the exchange.
+
+    Args:
+        store: The checkpoint.
+        finish_plan: Gives what this rank needs.
+        planner: Its planner.
+        metadata: The checkpoint's metadata.
+        exchange: The ranks.
+        read: Carries out a plan on a store with a number of threads; None for as many as it likes.
+        willing: Whether this rank takes part. One that does not reads for itself.
+
+    Returns:
+        What reads every line of the plan, to be called on every rank in the part of one step. Each line
+        that several ranks need is read from storage once.
+    """
+    plan: LoadPlan | None = None
+    names: _Names | None = None
+
+    def offer() -> tuple[bytes, bytes] | None:
+        nonlocal plan, names
+        plan = finish_plan()
+        if willing and type(exchange).lane is not Exchange.lane:
+            names = _names_of(plan, planner, metadata)
+        return None if names is None else names.offer()
+
+    groups: list[_Group] = exchange.decide("share reads", offer, _find_groups)
+    assert plan is not None
+    if names is None or not groups:
+        whole = plan
+        return lambda: read(store, whole, None)
+    return _Reading(store, names, groups, exchange, read).run
+
+
+def _names_of(plan: LoadPlan, planner: LoadPlanner, metadata: Metadata) -> "_Names | None":
+    """The lines of a plan by name; None if somebody may have changed them."""
+    lines: Any = plan.items
+    shelf = shelf_of(metadata)
+    columns = lines.columns if isinstance(lines, ReadLines) else None
+    if columns is None or shelf is None or columns.directory is not shelf.directory:
+        return None
+    return _Names(columns, shelf, planner)
+
+
+_Group = tuple[tuple[int, ...], bytes]
+"""The ranks that read some lines together, and the names of the lines, in the order of reading."""
+
+
+class _Names:
+    """This rank's lines by names that mean the same on every rank."""
+
+    def __init__(self, columns: ReadColumns, shelf: Shelf, planner: LoadPlanner) -> None:
+        self.columns = columns
+        self.shelf = shelf
+        # Who asks its planner for each tensor reads in other portions than who does not.
+        self.values = own_values(planner, "resolve_tensor")
+        self.lines: dict[int, int] = {}
+        doubles = set()
+        for number, name in self._names():
+            if self.lines.setdefault(name, number) != number:
+                doubles.add(name)
+        for name in doubles:
+            del self.lines[name]
+
+    def _names(self) -> Iterator[tuple[int, int]]:
+        columns, style = self.columns, self.values is not None
+        for number, row in enumerate(columns.rows):
+            box = columns.boxes.get(number)
+            part = None if box is None else (tuple(box.storage_offsets), tuple(box.lengths))
+            form = None
+            if self.shelf.payload_nbytes[row] < 0:
+                # How torch's items are read depends on the memory that they go to.
+                if self.values is None:
+                    continue
+                form = _form_of(self.values[columns.keys[number]])
+            digest = hashlib.blake2b(repr((style, row, part, form)).encode(), digest_size=8).digest()
+            yield number, int.from_bytes(digest, "little", signed=True)
+
+    def offer(self) -> tuple[bytes, bytes]:
+        """The names, and about how many bytes each stands for."""
+        nbytes = [self.nbytes(number) for number in self.lines.values()]
+        return array("q", self.lines).tobytes(), array("q", nbytes).tobytes()
+
+    def nbytes(self, number: int) -> int:
+        """About how many bytes a line reads."""
+        row, box = self.columns.rows[number], self.columns.boxes.get(number)
+        stored = max(self.shelf.nbytes[row], 0)
+        if box is None or not self.shelf.payload_nbytes[row] > 0:
+            return stored
+        return min(stored, 8 * box.lengths.numel())
+
+
+def _form_of(value: Any) -> Any:
+    """What decides how a value is filled."""
+    if not is_tensor(value):
+        return None
+    return [(part.dtype, part.shape, part.stride(), part.device) for part in local_parts(value)]
+
+
+def _find_groups(offers: Sequence[tuple[bytes, bytes] | None]) -> list[list[_Group]]:
+    """On the coordinator: for each rank the groups of ranks that it reads with."""
+    taking_part = [(rank, offer) for rank, offer in enumerate(offers) if offer is not None and offer[0]]
+    answers: list[list[_Group]] = [[] for _ in offers]
+    if len(taking_part) < 2:
+        return answers
+    names = torch.cat([torch.frombuffer(bytearray(o[0]), dtype=torch.int64) for _, o in taking_part])
+    sizes = torch.cat([torch.frombuffer(bytearray(o[1]), dtype=torch.int64) for _, o in taking_part])
+    counts = torch.tensor([len(offer[0]) // 8 for _, offer in taking_part])
+    ranks = torch.repeat_interleave(torch.tensor([rank for rank, _ in taking_part]), counts)
+    order = torch.argsort(names, stable=True)
+    begins = torch.ones(len(names), dtype=torch.bool)
+    begins[1:] = names[order][1:] != names[order][:-1]
+    starts = begins.nonzero().flatten()
+    ends = torch.cat([starts[1:], torch.tensor([len(names)])])
+    shared = ends - starts > 1
+    by_name, by_rank, by_size = names[order].tolist(), ranks[order].tolist(), sizes[order].tolist()
+    found: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    volume: Counter[tuple[int, ...]] = Counter()
+    for start, end in zip(starts[shared].tolist(), ends[shared].tolist(), strict=True):
+        members = tuple(by_rank[start:end])
+        found[members].append(by_name[start])
+        volume[members] += by_size[start]
+    # All ranks go through their groups in this order, so that none waits for one that waits for it.
+    for members in sorted(found):
+        if volume[members] >= _WORTH_PASSING_ON:
+            group = (members, array("q", found[members]).tobytes())
+            for rank in members:
+                answers[rank].append(group)
+    return answers
+
+
+class _Reading:
+    """A plan that is being carried out together with others."""
+
+    def __init__(
+        self,
+        store: ByteStore,
+        names: _Names,
+        groups: list[_Group],
+        exchange: Exchange,
+        read: Callable[[ByteStore, LoadPlan, int | None], None],
+    ) -> None:
+        self.store = store
+        self.names = names
+        self.exchange = exchange
+        self.read = read
+        self.groups = [(members, self._in_order(memoryview(lines).cast("q"))) for members, lines in groups]
+        common = {number for _, numbers in self.groups for number in numbers}
+        self.own = [number for number in range(len(names.columns)) if number not in common]
+
+    def _in_order(self, names: Sequence[int]) -> list[int]:
+        """The lines of those names in the order of the manifest's rows: the same on every member."""
+        rows = self.names.columns.rows
+        return sorted((self.names.lines[name] for name in names), key=lambda n: (rows[n], self._box(n)))
+
+    def _box(self, number: int) -> tuple[Any, ...]:
+        box = self.names.columns.boxes.get(number)
+        return () if box is None else (*box.storage_offsets, *box.lengths)
+
+    def run(self) -> None:
+        """Objects first, so that one that is refused is found before a tensor is overwritten."""
+        kinds, numbers = self.names.columns.directory.kinds, self.names.columns.directory.numbers
+        for wanted in (1, 0):
+
+            def of_kind(lines: list[int], wanted: int = wanted) -> list[int]:
+                keys = self.names.columns.keys
+                return [number for number in lines if bool(kinds[numbers[keys[number]]]) == bool(wanted)]
+
+            own = of_kind(self.own)
+            if own:
+                self.read(self.store, self._plan(own), None)
+            for members, lines in self.groups:
+                if some := of_kind(lines):
+                    self._read_with(members, some)
+
+    def _plan(self, numbers: list[int]) -> LoadPlan:
+        return LoadPlan(ReadLines(self.names.columns.take(numbers)))
+
+    def _read_with(self, members: tuple[int, ...], numbers: list[int]) -> None:
+        """Several lanes at once, so that several members read while others pass on."""
+        lanes = min(_MOST_LANES, len(members), len(numbers)) if self.names.values is not None else 1
+        dealt = _deal([self.names.nbytes(number) for number in numbers], lanes)
+        cancellation = Cancellation()
+        jobs = []
+        for at, part in enumerate(dealt):
+            lane = self.exchange.lane(members)
+            store = PassingStore(self.store, lane, self.exchange.rank, at)
+            plan = self._plan([numbers[number] for number in part])
+
+            def job(store: PassingStore = store, plan: LoadPlan = plan, lane: Any = lane) -> None:
+                with lane:
+                    self.read(store, plan, 1)
+
+            jobs.append(job)
+        pool.run(jobs, threads=len(jobs), cancellation=cancellation)
+
+
+def _deal(sizes: list[int], count: int) -> list[list[int]]:
+    """Neighbours together, in ``count`` portions of about the same number of bytes; none is empty."""
+    portions: list[list[int]] = [[]]
+    left, filled = sum(sizes), 0
+    for number, size in enumerate(sizes):
+        if portions[-1] and len(portions) < count and filled >= left / (count - len(portions) + 1):
+            portions.append([])
+            left, filled = left - filled, 0
+        portions[-1].append(number)
+        filled += size
+    return portions

@@ -1,0 +1,114 @@
+"""What several ranks need is read from storage once, and arrives bit for bit on all of them."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ranks.ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import holdfast as hf
+from holdfast.extension import ZStandard
+
+KIB = 1 << 10
+
+
+def read_by_this_process() -> int:
+    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+
+def many() -> dict[str, Any]:
+    torch.manual_seed(5)
+    state: dict[str, Any] = {f"small.{n}": torch.randn(n, 7) for n in range(50)}
+    state["large"] = torch.randn(1200, 1024)
+    state["half"] = torch.randn(600, 1024).bfloat16()
+    state["seen sideways"] = torch.randn(300, 200)
+    state["text"] = "x" * 100_000
+    state["empty"] = torch.zeros(0, 3)
+    return state
+
+
+def blank(rank: int) -> dict[str, Any]:
+    state = {key: torch.zeros_like(v) if isinstance(v, torch.Tensor) else None for key, v in many().items()}
+    # Each rank may want its values in a form of its own.
+    if rank == 1:
+        state["seen sideways"] = torch.zeros(200, 300).t()
+    if rank == 2:
+        state["half"] = torch.zeros(600, 1024)
+    return state
+
+
+def is_same(state: dict[str, Any]) -> bool:
+    return all(
+        torch.equal(state[key].to(value.dtype), value)
+        if isinstance(value, torch.Tensor)
+        else state[key] == value
+        for key, value in many().items()
+    )
+
+
+def load_everything(folder: str) -> dict[str, Any]:
+    rank = dist.get_rank()
+    found: dict[str, Any] = {}
+    # Whatever is imported on the first use counts as read, too.
+    hf.load(blank(rank), checkpoint_id=f"{folder}/zstd", cast=True)
+    hf.load(blank(rank), checkpoint_id=f"{folder}/torch", cast=True)
+    for name in ("plain", "zstd", "torch"):
+        # How torch's items are read depends on where they go: only ranks that are alike read them together.
+        state = blank(0 if name == "torch" else rank)
+        before = read_by_this_process()
+        hf.load(state, checkpoint_id=f"{folder}/{name}", cast=True)
+        found[name] = (read_by_this_process() - before, is_same(state))
+    state = blank(rank)
+    before = read_by_this_process()
+    reader = hf.FileSystemReader(f"{folder}/plain", share_reads=rank != 3)
+    hf.load(state, storage_reader=reader, cast=True)
+    found["one for itself"] = (read_by_this_process() - before, is_same(state))
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = many()["large"]
+    weight = distribute_tensor(torch.zeros_like(whole), mesh, [Replicate(), Shard(0)])
+    before = read_by_this_process()
+    hf.load({"large": weight}, checkpoint_id=f"{folder}/plain", strict=False)
+    rows = whole.chunk(2)[mesh.get_coordinate()[1]]  # type: ignore[index]
+    found["halves"] = (read_by_this_process() - before, torch.equal(weight.to_local(), rows))
+    damaged = f"{folder}/damaged"
+    try:
+        hf.load(blank(rank), checkpoint_id=damaged, cast=True)
+    except hf.errors.ChecksumError as error:
+        found["damaged"] = str(error)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_each_byte_that_ranks_need_is_read_once_and_arrives_everywhere(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save  # noqa: PLC0415 - ranks need it not
+
+    state = many()
+    hf.save(state, checkpoint_id=tmp_path / "plain")
+    hf.save(state, checkpoint_id=tmp_path / "damaged")
+    hf.save(state, storage_writer=hf.FileSystemWriter(tmp_path / "zstd", _extensions=[ZStandard()]))
+    save(state, checkpoint_id=tmp_path / "torch")
+    file = next((tmp_path / "damaged").glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    outcome = run_ranks(load_everything, 4, str(tmp_path))
+    assert [kind for kind, _ in outcome] == ["returned"] * 4, "\n".join(str(found) for _, found in outcome)
+    results = [found for _, found in outcome]
+    for name in ("plain", "zstd", "torch", "one for itself", "halves"):
+        assert all(found[name][1] for found in results), name
+    unique = {
+        name: sum(os.path.getsize(file) for file in (tmp_path / name).iterdir())
+        for name in ("plain", "zstd", "torch")
+    }
+    for name, nbytes in unique.items():
+        assert sum(found[name][0] for found in results) < 1.1 * nbytes + 64 * KIB, name
+    assert sum(found["one for itself"][0] for found in results) < 2.1 * unique["plain"] + 64 * KIB
+    # A block that both halves have a part of is read for each of them, to be checked.
+    assert sum(found["halves"][0] for found in results) < 1200 * 1024 * 4 + 2 * 1024 * KIB
+    assert all("large" in found["damaged"] for found in results)
