@@ -18,6 +18,7 @@ from holdfast._io.store import ByteStore, Claim
 from holdfast._plan.entries import directory_of
 from holdfast._ranks.exchange import Exchange
 from holdfast._shortcuts import alike_everywhere, passes_plans_on, reads_together
+from holdfast._storage.committed import CommittedMetadata
 from holdfast._storage.metadata_writing import VERSION, make_manifest
 from holdfast._storage.reading import read_items, read_metadata_file, read_own_parts
 from holdfast._storage.results import result_columns
@@ -248,6 +249,14 @@ class FileSystemWriter(StorageWriter):
             theirs = to_torch(ours)
             metadata.version, metadata.storage_meta = theirs.version, theirs.storage_meta
             metadata.storage_data = theirs.storage_data
+
+    def how_to_find_metadata(self, metadata: Metadata) -> CommittedMetadata:
+        """What other ranks need to find the metadata of this save later, if they want to see it."""
+        return CommittedMetadata.of(metadata, self.save_id)
+
+    def metadata_later(self, told: CommittedMetadata) -> Metadata:
+        """The metadata of a save that this rank took part in, read from storage when somebody looks at it."""
+        return told.as_metadata(self._store(), self.checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
         """The folder and the save's own id."""

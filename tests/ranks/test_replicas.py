@@ -134,3 +134,17 @@ def test_a_planner_that_finds_values_in_its_own_way_is_not_asked_for_parts_of_th
     loaded = {"w": torch.zeros(2 * MIB)}
     hf.load(loaded, checkpoint_id=tmp_path)
     assert torch.equal(loaded["w"], state["w"] * 2)
+
+
+def test_every_rank_gets_the_metadata_of_a_large_checkpoint_when_it_looks(tmp_path: Path) -> None:
+    keys = [f"k{n}" for n in range(20_001)]
+
+    def save(rank: FakeRank) -> tuple[int, str, Any]:
+        made = rank.save(dict.fromkeys(keys, torch.zeros(1)), checkpoint_id=tmp_path)
+        first = made.state_dict_metadata["k0"]
+        return len(made.state_dict_metadata), repr(first), list(made.state_dict_metadata) == keys
+
+    results = FakeRanks(2).run(save)
+    assert results[0] == results[1]
+    assert results[0][0] == 20_001
+    assert results[0][2]

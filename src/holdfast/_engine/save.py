@@ -77,13 +77,27 @@ def _run(
         check_results(final, results, rank=exchange.rank)
         return results
 
-    def commit(written: list[list[WriteResult]]) -> Metadata:
+    def commit(written: list[list[WriteResult]]) -> list[Any]:
         assert metadata is not None
         check_counts(planned, written)
         writer.finish(metadata, written)
-        return metadata
+        told = _for_others(writer, metadata)
+        return [metadata if rank == exchange.rank else told for rank in range(exchange.world_size)]
 
-    return exchange.agree("write", write, commit)
+    made = exchange.decide("write", write, commit)
+    return made if isinstance(made, Metadata) else writer.metadata_later(made)  # type: ignore[attr-defined]
+
+
+# What more items than this have in common is not sent to every rank: few ever look at it.
+_MOST_SENT = 20_000
+
+
+def _for_others(writer: StorageWriter, metadata: Metadata) -> Any:
+    """What the other ranks are told of the checkpoint: its metadata, or how to find it if it is large."""
+    tell = getattr(writer, "how_to_find_metadata", None)
+    if tell is None or len(metadata.storage_data or ()) <= _MOST_SENT:
+        return metadata
+    return tell(metadata)
 
 
 def _set_up(writer: StorageWriter, exchange: Exchange, use_collectives: bool) -> None:

@@ -28,7 +28,10 @@ def merge(
     """Both of the following: what each rank shall write, and the metadata of it all."""
     offers = Offers([columns_of(plan) for plan in plans])
     assigned = assign_writers(plans, lowest_rank=lowest_rank, may_split=may_split, offers=offers)
-    return describe(assigned, rewrite_hints=True, offers=offers if assigned is plans else None)
+    if assigned is not plans:
+        # The keys stay in the order in which ranks have them, whoever writes them.
+        offers = Offers([columns_of(plan) for plan in assigned], offers.keys)
+    return describe(assigned, rewrite_hints=True, offers=offers)
 
 
 def assign_writers(

@@ -34,7 +34,7 @@ class Offers:
     """The lines of all ranks' plans, one below the other.
 
     Attributes:
-        keys: The different keys, in the order of their first offer.
+        keys: The different keys, in the order of their first offer, or as they are given.
         rank: For each row its rank.
         position: Its number in that rank's plan.
         key: The number of its key.
@@ -42,9 +42,9 @@ class Offers:
         offset: The number of its offset in ``offsets``; -1 for what is not a tensor.
     """
 
-    def __init__(self, plans: Sequence[WriteColumns]) -> None:
+    def __init__(self, plans: Sequence[WriteColumns], keys: Sequence[str] = ()) -> None:
         self.plans = plans
-        numbers: dict[str, int] = {}
+        numbers = {name: number for number, name in enumerate(keys)}
         forms: dict[Form, int] = {}
         offsets: dict[Any, int] = {}
         key, form, offset = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
