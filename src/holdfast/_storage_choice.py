@@ -1,12 +1,38 @@
 """Which storage serves a place, when the caller names only the place."""
 
+import functools
 import os
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from holdfast.errors import UsageError
 from holdfast.filesystem import FileSystemReader, FileSystemWriter
 from holdfast.storage import StorageReader, StorageWriter
 
-__all__ = ["choose_reader", "choose_writer"]
+__all__ = ["choose_reader", "choose_writer", "storage_may_come_second"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def storage_may_come_second(keyword: str) -> Callable[[F], F]:
+    """Let a function take its storage as a second positional argument, as it did before torch 2.2."""
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def with_keyword(*args: Any, **kwargs: Any) -> Any:
+            if len(args) == 2:
+                warnings.warn(
+                    f"pass the second argument of {function.__name__} by its name: {keyword}=",
+                    FutureWarning,
+                    stacklevel=2,
+                )
+                return function(args[0], **{**kwargs, keyword: args[1]})
+            return function(*args, **kwargs)
+
+        return with_keyword  # type: ignore[return-value]
+
+    return decorate
 
 
 def choose_writer(

@@ -1,16 +1,24 @@
 """The planners that are used unless the caller brings others, under torch's names."""
 
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+
 from holdfast._plan.load_planner import (
     DefaultLoadPlanner,
     EmptyStateDictLoadPlanner,
     create_default_global_load_plan,
     create_default_local_load_plan,
 )
+from holdfast._plan.merge import find_problems
 from holdfast._plan.save_planner import (
     DefaultSavePlanner,
     create_default_global_save_plan,
     create_default_local_save_plan,
 )
+from holdfast.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from holdfast.planner import SavePlan
 
 __all__ = [
     "DefaultLoadPlanner",
@@ -24,3 +32,24 @@ __all__ = [
 
 # Programs that load without a state to load into know it by this name.
 _EmptyStateDictLoadPlanner = EmptyStateDictLoadPlanner
+
+
+def _create_default_local_metadata(state_dict: dict[str, Any]) -> Metadata:
+    """What a flat state would be described as if it were saved, as far as one rank knows; torch has it so."""
+    plan = create_default_local_save_plan(state_dict, is_coordinator=True)
+    _, metadata = create_default_global_save_plan([plan])
+    for key, value in state_dict.items():
+        if isinstance(value, ShardedTensor):
+            # It knows where every shard is, also those of other ranks.
+            entry = metadata.state_dict_metadata[key]
+            assert isinstance(entry, TensorStorageMetadata)
+            entry.chunks = [
+                ChunkStorageMetadata(torch.Size(shard.shard_offsets), torch.Size(shard.shard_sizes))
+                for shard in value.metadata().shards_metadata
+            ]
+    return metadata
+
+
+def _validate_global_plan(global_plan: list[SavePlan], metadata: Metadata) -> bool:  # noqa: ARG001
+    """Whether the chunks of each tensor cover it exactly once; torch has it so."""
+    return not find_problems(metadata, whole=True)

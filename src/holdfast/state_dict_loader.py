@@ -12,7 +12,7 @@ from holdfast._engine.load import run_load
 from holdfast._engine.stateful import open_states, return_states
 from holdfast._foreign import our_load_planner, our_storage_reader
 from holdfast._ranks.among_ranks import DEFAULT_PEER_TIMEOUT, open_exchange
-from holdfast._storage_choice import choose_reader
+from holdfast._storage_choice import choose_reader, storage_may_come_second
 from holdfast.default_planner import DefaultLoadPlanner, EmptyStateDictLoadPlanner
 from holdfast.errors import UsageError
 from holdfast.planner import LoadPlanner
@@ -30,6 +30,7 @@ _NOT_GIVEN = {
 }
 
 
+@storage_may_come_second("storage_reader")
 @paused_collector()
 def load(
     state_dict: dict[str, Any],

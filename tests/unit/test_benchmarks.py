@@ -8,13 +8,19 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
+import msgspec
 import pytest
+from benchmarks import planning_growth
 from benchmarks.__main__ import main
 from benchmarks.case import SIDES, Case, Goal, Quantity, interleave
 from benchmarks.catalog import all_cases
+from benchmarks.footprint import Footprint
 from benchmarks.machine import Busyness, Machine, file_system_of
 from benchmarks.peak import extra_memory
+from benchmarks.planning_growth import Growth
+from benchmarks.planning_plot import Curve, Panel, draw
 from benchmarks.results import CaseResult, Results, Row, Spread, read_results, rows_of, write_results
 from benchmarks.runner import NoSpaceError, check_space, run_all, scratch_folder
 from benchmarks.states import BytesValue, NormalWeights, State, Tensors, bulk
@@ -192,6 +198,12 @@ def test_a_missed_bound_of_memory_is_shown_as_missed() -> None:
     assert "| load | 1,300 MiB | 5 MiB |  |  | at most 256 MiB: **missed** |" in text
 
 
+def test_bytes_are_shown_whole_with_their_ratio() -> None:
+    found = row([1234], [2468], Quantity("message", "bytes", Goal(at_most=2000)))
+    text = render(results_of(CaseResult("x", "t", [found])))
+    assert "| message | 1,234 bytes | 2,468 bytes | 2.00x |  | at most 2000 bytes: reached |" in text
+
+
 def test_skipped_and_failed_cases_give_their_reason() -> None:
     text = render(
         results_of(CaseResult("x", "t", skipped="no right"), CaseResult("y", "t", failed="status 1"))
@@ -337,6 +349,65 @@ def test_memory_is_what_a_call_takes_besides_the_state(tmp_path: Path) -> None:
     extra_memory(contents, "torch", "save", tmp_path / "saved")
     extra = extra_memory(contents, "torch", "load", tmp_path / "saved")
     assert 0.9 * contents.nbytes < extra < 2 * contents.nbytes
+
+
+def test_the_footprint_counts_what_is_freed_again() -> None:
+    footprint = Footprint()
+    block = bytearray(32 << 20)
+    block[:] = b"x" * len(block)
+    del block
+    assert footprint.extra() >= 32 << 20
+
+
+# The simulation of planning
+
+
+@pytest.mark.slow
+def test_planning_is_measured_on_both_sides_in_processes_of_their_own(tmp_path: Path) -> None:
+    (case,) = [case for case in all_cases(0.01) if case.name == "planning-hsdp"]
+    samples = run_case(case.name, 0.01, 1, tmp_path)["samples"]
+    assert isinstance(samples, dict)
+    rows = {found.quantity: found for found in rows_of(case.quantities, samples)}
+    assert "10 simulated ranks with 10 tensors" in case.title
+    first, second = rows["a rank's offer and answer"], rows["the same, unchanged second save"]
+    assert first.spread["holdfast"].min > 2 * second.spread["holdfast"].min
+    assert second.met
+    assert all(found.spread[side].min > 0 for found in rows.values() for side in SIDES if found.unit == "s")
+
+
+@pytest.mark.slow
+def test_growth_is_measured_recorded_and_drawn(tmp_path: Path) -> None:
+    source, picture = tmp_path / "new" / "growth.json", tmp_path / "growth.svg"
+    arguments = [
+        "--most",
+        "4",
+        "--tensors",
+        "2",
+        "--rounds",
+        "1",
+        "--json",
+        str(source),
+        "--svg",
+        str(picture),
+    ]
+    assert planning_growth.main(arguments) == 0
+    growth = msgspec.json.decode(source.read_bytes(), type=Growth)
+    assert (growth.numbers, list(growth.jobs), list(growth.shards)) == ([4], list(SIDES), list(SIDES))
+    assert all(min(seconds) > 0 for divisions in growth.shards.values() for seconds in divisions.values())
+    drawn = ET.fromstring(picture.read_text(encoding="utf-8"))
+    assert len(drawn.findall(".//{*}polyline")) == len(SIDES) + 3 * len(SIDES)
+
+
+def test_a_curve_that_grows_tenfold_crosses_one_line_of_the_picture_and_names_are_escaped() -> None:
+    panel = Panel("a < b", "across", "upwards", [64, 128, 256], [Curve("steep & level", [1, 10, 10], "#000")])
+    drawn = ET.fromstring(draw([panel]))
+    texts = [element.text for element in drawn.iter() if element.text]
+    assert {"a < b", "steep & level", "64", "256", "1", "10"} <= {*texts}
+    (curve,) = drawn.findall(".//{*}polyline")
+    points = [tuple(map(float, point.split(","))) for point in curve.attrib["points"].split()]
+    (x1, y1), (x2, y2), (x3, y3) = points
+    assert x2 - x1 == pytest.approx(x3 - x2, abs=0.2)
+    assert y1 > y2 == y3
 
 
 @pytest.mark.slow

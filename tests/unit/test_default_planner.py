@@ -78,8 +78,8 @@ def test_all_problems_are_in_one_report_and_nothing_is_changed(folder: Path) -> 
         hf.load(state, checkpoint_id=folder)
     text = str(caught.value)
     assert "6 problems" in text
-    assert "model.encoder.wieght: missing in the checkpoint (it has model.encoder.weight)" in text
-    assert "nothing like it: missing in the checkpoint\n" in text
+    assert "model.encoder.wieght: Missing key in checkpoint (it has model.encoder.weight)" in text
+    assert "nothing like it: Missing key in checkpoint\n" in text
     assert "model.encoder.bias" in text
     assert "(3,)" in text
     assert "(4,)" in text

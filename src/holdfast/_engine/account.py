@@ -1,5 +1,6 @@
 """The account of a save: each planned item has exactly one result, or nothing is committed."""
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 
@@ -11,13 +12,24 @@ from holdfast.storage import WriteResult
 
 __all__ = ["check_counts", "check_results"]
 
+logger = logging.getLogger(__name__)
+
 
 def check_results(plan: SavePlan, results: Sequence[WriteResult], *, rank: int) -> None:
     """Compare what this rank planned with what its storage reports.
 
+    A storage plugin that reports nothing at all cannot be held to account; that is logged.
+
     Raises:
         IncompleteWriteError: An item has no result, two, or one that nobody planned.
     """
+    if not isinstance(results, Results) and not results and plan.items:
+        logger.warning(
+            "the storage reports nothing of the %d items that it was told to write; whether they were "
+            "written cannot be checked",
+            len(plan.items),
+        )
+        return
     if isinstance(results, Results) and results.columns is not None and not is_open(plan):
         lines, written = columns_of(plan), results.columns
         # Sorting costs little where everything stands in its place already.
@@ -48,7 +60,8 @@ def check_counts(plans: Sequence[SavePlan], results: Sequence[Sequence[WriteResu
     """
     for rank, (plan, written) in enumerate(zip(plans, results, strict=True)):
         # A plan "as last time" is empty; what the rank made of it was compared there.
-        if plan.usable and len(plan.items) != len(written):
+        counts = isinstance(written, Results) or bool(written)
+        if plan.usable and counts and len(plan.items) != len(written):
             raise IncompleteWriteError(
                 f"rank {rank} was told to write {len(plan.items)} items and reports {len(written)}. "
                 "Nothing was committed.",

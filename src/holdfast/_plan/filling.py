@@ -18,7 +18,7 @@ __all__ = ["fill_tensor", "is_one_whole_chunk"]
 _MANY = 16
 
 
-def fill_tensor(columns: ReadColumns, key: str, number: int, value: Any) -> None:
+def fill_tensor(columns: ReadColumns, key: str, number: int, value: Any, *, prove: bool) -> None:
     """Add the lines that together fill what this rank holds of ``value``.
 
     Args:
@@ -26,6 +26,7 @@ def fill_tensor(columns: ReadColumns, key: str, number: int, value: Any) -> None
         key: The tensor's key.
         number: The key's number in the checkpoint.
         value: The state's tensor.
+        prove: Whether all of it must be filled.
 
     Raises:
         InvalidPlanError: The stored chunks leave an element of it unwritten.
@@ -36,7 +37,7 @@ def fill_tensor(columns: ReadColumns, key: str, number: int, value: Any) -> None
         columns.rows.append(directory.row[number])
         return
     for local, wanted in enumerate(local_chunks(value)):
-        _fill_chunk(columns, key, number, wanted, local)
+        _fill_chunk(columns, key, number, wanted, local, prove=prove)
 
 
 def is_one_whole_chunk(directory: Directory, number: int) -> bool:
@@ -50,7 +51,7 @@ def is_one_whole_chunk(directory: Directory, number: int) -> bool:
 
 
 def _fill_chunk(
-    columns: ReadColumns, key: str, number: int, wanted: ChunkStorageMetadata, local: int
+    columns: ReadColumns, key: str, number: int, wanted: ChunkStorageMetadata, local: int, *, prove: bool
 ) -> None:
     directory = columns.directory
     box = Box(tuple(wanted.offsets), tuple(wanted.sizes))
@@ -72,7 +73,7 @@ def _fill_chunk(
             torch.Size(both.lengths),
         )
         columns.add_box(line, directory.row[number] + position)
-    hole = cover_of(box.lengths, covered)
+    hole = cover_of(box.lengths, covered) if prove else None
     if hole is not None:
         start = tuple(a + b for a, b in zip(hole.offsets, box.offsets, strict=True))
         raise InvalidPlanError(

@@ -77,7 +77,8 @@ def plan_load(state: dict[str, Any], metadata: Metadata, fit: Fit) -> ReadColumn
     _check_unexpected(state, metadata, fit, report)
     report.raise_if_any()
     for key, number in sharded:
-        fill_tensor(columns, key, number, state[key])
+        # Metadata that no storage has made describes what one rank has, not a checkpoint.
+        fill_tensor(columns, key, number, state[key], prove=metadata.storage_data is not None)
     if narrowed:
         _warn_of_casts(narrowed)
     return columns

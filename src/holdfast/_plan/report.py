@@ -25,7 +25,8 @@ class Report:
     def add_missing(self, key: str, there: Iterable[str]) -> None:
         """Note a key that the checkpoint does not have, with the nearest name that it has."""
         near = "" if len(self.missing) >= _MOST_LINES else nearest(key, there)
-        self.missing.append((key, f"missing in the checkpoint{near}"))
+        # The words that torch has for it: programs look for them.
+        self.missing.append((key, f"Missing key in checkpoint{near}"))
 
     def count(self) -> int:
         """How many problems there are."""
