@@ -30,6 +30,7 @@ class Fit:
     allow_missing: bool = False
     refuse_unexpected: bool | None = None
     cast: bool | None = None
+    prove_cover: bool = True
 
 
 def plan_load(state: dict[str, Any], metadata: Metadata, fit: Fit) -> ReadColumns:
@@ -77,8 +78,7 @@ def plan_load(state: dict[str, Any], metadata: Metadata, fit: Fit) -> ReadColumn
     _check_unexpected(state, metadata, fit, report)
     report.raise_if_any()
     for key, number in sharded:
-        # Metadata that no storage has made describes what one rank has, not a checkpoint.
-        fill_tensor(columns, key, number, state[key], prove=metadata.storage_data is not None)
+        fill_tensor(columns, key, number, state[key], prove=fit.prove_cover)
     if narrowed:
         _warn_of_casts(narrowed)
     return columns
