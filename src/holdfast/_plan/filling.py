@@ -18,7 +18,7 @@ __all__ = ["fill_tensor", "is_one_whole_chunk"]
 _MANY = 16
 
 
-def fill_tensor(columns: ReadColumns, key: str, number: int, value: Any, *, prove: bool) -> None:
+def fill_tensor(columns: ReadColumns, key: str, number: int, value: Any) -> None:
     """Add the lines that together fill what this rank holds of ``value``.
 
     Args:
@@ -26,7 +26,6 @@ def fill_tensor(columns: ReadColumns, key: str, number: int, value: Any, *, prov
         key: The tensor's key.
         number: The key's number in the checkpoint.
         value: The state's tensor.
-        prove: Whether all of it must be filled.
 
     Raises:
         InvalidPlanError: The stored chunks leave an element of it unwritten.
@@ -37,7 +36,7 @@ def fill_tensor(columns: ReadColumns, key: str, number: int, value: Any, *, prov
         columns.rows.append(directory.row[number])
         return
     for local, wanted in enumerate(local_chunks(value)):
-        _fill_chunk(columns, key, number, wanted, local, prove=prove)
+        _fill_chunk(columns, key, number, wanted, local)
 
 
 def is_one_whole_chunk(directory: Directory, number: int) -> bool:
@@ -51,7 +50,7 @@ def is_one_whole_chunk(directory: Directory, number: int) -> bool:
 
 
 def _fill_chunk(
-    columns: ReadColumns, key: str, number: int, wanted: ChunkStorageMetadata, local: int, *, prove: bool
+    columns: ReadColumns, key: str, number: int, wanted: ChunkStorageMetadata, local: int
 ) -> None:
     directory = columns.directory
     box = Box(tuple(wanted.offsets), tuple(wanted.sizes))
@@ -73,7 +72,7 @@ def _fill_chunk(
             torch.Size(both.lengths),
         )
         columns.add_box(line, directory.row[number] + position)
-    hole = cover_of(box.lengths, covered) if prove else None
+    hole = cover_of(box.lengths, covered)
     if hole is not None:
         start = tuple(a + b for a, b in zip(hole.offsets, box.offsets, strict=True))
         raise InvalidPlanError(

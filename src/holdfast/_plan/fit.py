@@ -30,7 +30,6 @@ class Fit:
     allow_missing: bool = False
     refuse_unexpected: bool | None = None
     cast: bool | None = None
-    prove_cover: bool = True
 
 
 def plan_load(state: dict[str, Any], metadata: Metadata, fit: Fit) -> ReadColumns:
@@ -78,7 +77,7 @@ def plan_load(state: dict[str, Any], metadata: Metadata, fit: Fit) -> ReadColumn
     _check_unexpected(state, metadata, fit, report)
     report.raise_if_any()
     for key, number in sharded:
-        fill_tensor(columns, key, number, state[key], prove=fit.prove_cover)
+        fill_tensor(columns, key, number, state[key])
     if narrowed:
         _warn_of_casts(narrowed)
     return columns

@@ -108,7 +108,6 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
             strict=not self.allow_partial_load,
             refuse_unexpected=self.strict,
             cast=self.cast,
-            prove_cover=True,
         )
 
     def _follow_old_keys(self) -> None:
@@ -258,7 +257,6 @@ def create_default_local_load_plan(
     *,
     refuse_unexpected: bool | None = False,
     cast: bool | None = None,
-    prove_cover: bool | None = None,
 ) -> LoadPlan:
     """What one rank must read to fill a flat state.
 
@@ -268,17 +266,11 @@ def create_default_local_load_plan(
         strict: Raise if the checkpoint lacks a key of the state; False leaves that key out.
         refuse_unexpected: As ``strict`` of :class:`DefaultLoadPlanner`.
         cast: As for :class:`DefaultLoadPlanner`.
-        prove_cover: Raise if the stored chunks leave an element unwritten. By default they must not, if the
-            metadata is that of a checkpoint; metadata that no storage has made may be of one rank's part.
 
     Raises:
         PlanError: Something does not fit; the error lists everything that does not.
     """
-    if prove_cover is None:
-        prove_cover = metadata.storage_data is not None
-    fit = Fit(
-        allow_missing=not strict, refuse_unexpected=refuse_unexpected, cast=cast, prove_cover=prove_cover
-    )
+    fit = Fit(allow_missing=not strict, refuse_unexpected=refuse_unexpected, cast=cast)
     return LoadPlan(ReadLines(plan_load(state_dict, metadata, fit)))
 
 
