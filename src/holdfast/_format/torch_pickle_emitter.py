@@ -1,5 +1,6 @@
 """The opcodes of single values in a metadata pickle, each written once and referred to after that."""
 
+import itertools
 import struct
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -107,6 +108,16 @@ class Emitter:
         if len(raw) < 256:
             return b"\x8c%c%b\x94" % (len(raw), raw)
         return _COUNT4(b"X", len(raw)) + raw + b"\x94"
+
+    def new_texts(self, values: list[str]) -> list[bytes]:
+        """The same for many at once."""
+        raw = [value.encode("utf-8", "surrogatepass") for value in values]
+        if max(map(len, raw)) >= 256 or self._count < 256:
+            return [self.new_text(value) for value in values]
+        first, self._count = self._count, self._count + len(values)
+        references = map(_COUNT4, itertools.repeat(b"j"), range(first, self._count))
+        self.texts.update(zip(values, references, strict=True))
+        return [b"\x8c%c%b\x94" % (len(text), text) for text in raw]
 
     def size(self, dims: Ints) -> bytes:
         """A ``torch.Size``."""

@@ -78,6 +78,27 @@ def _batched(rows: Iterator[bytes]) -> Iterator[bytes]:
 
 def _entry_rows(emit: Emitter, manifest: Manifest, directory: Directory) -> Iterator[bytes]:
     """Each key with its metadata."""
+    if not any(directory.kinds) and manifest.all_are_whole() and manifest.keys:
+        return _rows_of_whole_tensors(emit, manifest, directory)
+    return _rows_of_entries(emit, manifest, directory)
+
+
+def _rows_of_whole_tensors(emit: Emitter, manifest: Manifest, directory: Directory) -> Iterator[bytes]:
+    """The same where every key is a tensor in one chunk: rows differ in name and form alone."""
+    column, shape_at = manifest.tensor_shapes, [8 * at for at in directory.shape_at]
+    shapes = map(column.__getitem__, map(slice, shape_at, shape_at[1:]))
+    forms = list(zip(directory.properties, shapes, strict=True))
+    numbers = {form: number for number, form in enumerate(forms)}
+    # What the rows refer to is defined before the first of them, and leaves nothing on the stack.
+    defined = [_one_chunk(emit, manifest, directory, number) + b"0" for number in numbers.values()]
+    known = {form: _one_chunk(emit, manifest, directory, number) for form, number in numbers.items()}
+    names = emit.new_texts(manifest.keys)
+    rows = map(bytes.__add__, names, map(known.__getitem__, forms))
+    yield b"".join(defined) + next(rows)
+    yield from rows
+
+
+def _rows_of_entries(emit: Emitter, manifest: Manifest, directory: Directory) -> Iterator[bytes]:
     an_object = emit.names["BytesStorageMetadata"] + b")\x81"
     kinds, counts, properties = directory.kinds, directory.count, directory.properties
     box_at, shape_at, new_text = directory.box_at, directory.shape_at, emit.new_text

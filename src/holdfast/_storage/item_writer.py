@@ -91,7 +91,12 @@ class ItemWriter:
             tensor = tensors[key]
             if tensor.shape != stamp.shape or tensor.dtype is not stamp.dtype:
                 _check_planned(lines, number, tensor)
-            if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+            if (
+                tensor.is_cpu
+                and tensor.is_contiguous()
+                and not tensor.is_neg()
+                and not (stamp.is_complex and tensor.is_conj())
+            ):
                 payload = read(tensor.data_ptr(), stamp.nbytes)
             else:
                 payload = copy_of(tensor)
@@ -252,6 +257,7 @@ class _Stamp(NamedTuple):
     Attributes:
         shape: The shape that the tensor must have.
         dtype: The dtype that it must have.
+        is_complex: Whether elements may be promised as conjugates.
         nbytes: The bytes of its elements.
         head: The container before them.
         head_sum: Its CRC-32.
@@ -263,6 +269,7 @@ class _Stamp(NamedTuple):
 
     shape: torch.Size
     dtype: torch.dtype
+    is_complex: bool
     nbytes: int
     head: bytes
     head_sum: int
@@ -280,6 +287,7 @@ def _stamp(form: Form) -> _Stamp:
     return _Stamp(
         form.lengths,
         dtype,
+        dtype.is_complex,
         form.nbytes,
         head,
         crc32(head),
