@@ -32,9 +32,11 @@ def check_results(plan: SavePlan, results: Sequence[WriteResult], *, rank: int) 
         return
     if isinstance(results, Results) and results.columns is not None and not is_open(plan):
         lines, written = columns_of(plan), results.columns
-        # Sorting costs little where everything stands in its place already.
-        if lines.offsets is written.offsets and sorted(zip(lines.keys, lines.offset, strict=True)) == sorted(
-            zip(written.keys, written.column("offset").tolist(), strict=True)
+        offsets = written.column("offset").tolist()
+        if lines.offsets is written.offsets and (
+            (lines.keys == written.keys and lines.offset.tolist() == offsets)
+            or sorted(zip(lines.keys, lines.offset, strict=True))
+            == sorted(zip(written.keys, offsets, strict=True))
         ):
             return
     due, done = Counter(item.index for item in plan.items), Counter(result.index for result in results)

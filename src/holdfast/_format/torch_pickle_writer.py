@@ -27,12 +27,18 @@ _NARROW = 1 << 31
 
 
 def write_torch_metadata(
-    manifest: Manifest, *, planner_data: Any = None, modules: Sequence[str] = (), version: str | None = None
+    manifest: Manifest,
+    *,
+    directory: Directory | None = None,
+    planner_data: Any = None,
+    modules: Sequence[str] = (),
+    version: str | None = None,
 ) -> bytes:
     """The pickle of a ``torch.distributed.checkpoint.metadata.Metadata`` for stock torch 2.6 and later.
 
     Args:
         manifest: What the checkpoint holds and where it lies. Torch 2.6 cannot read items with transforms.
+        directory: Where each key's part of the manifest begins, if that is known already.
         planner_data: None, bool, int, float, str, bytes, bytearray, and dict, OrderedDict, list, tuple, set
             and frozenset of them. Subclasses of str, dict, list and tuple are written as these.
         modules: For people who look into the file; torch does not use them.
@@ -44,7 +50,7 @@ def write_torch_metadata(
     """
     emit = Emitter()
     name, text = emit.names, emit.text
-    directory = Directory(manifest)
+    directory = directory or Directory(manifest)
     parts = [
         b"\x80\x04" + emit.prologue() + name["Metadata"] + b")\x81}(" + text("state_dict_metadata") + b"}"
     ]

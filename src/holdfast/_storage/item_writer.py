@@ -20,12 +20,14 @@ from holdfast._tensors.host import copy_of, host_pieces
 from holdfast.errors import IncompleteWriteError
 from holdfast.extension import StreamTransformExtension
 
-__all__ = ["SMALL", "ItemWriter"]
+__all__ = ["PACK", "SMALL", "ItemWriter"]
 
 # Below this an item is assembled in memory with its neighbours: three calls to the file for each of
 # 100,000 tensors of 16 bytes would take longer than everything else together.
 SMALL = 128 * 1024
-_PACK = 4 * 1024 * 1024
+# Memory of this size is reused from one pack to the next. Packs of megabytes are given back to the system
+# each time, and their pages cost more than all else that is done for a tensor of 4 KiB.
+PACK = 256 * 1024
 
 
 class ItemWriter:
@@ -112,7 +114,7 @@ class ItemWriter:
         last_gap = packed.pop()
         self._note_run(numbers, begin, totals)
         self._packed_nbytes += sum(totals) - len(last_gap)
-        if self._packed_nbytes >= _PACK:
+        if self._packed_nbytes >= PACK:
             self._flush()
 
     def _align(self) -> None:
@@ -163,7 +165,7 @@ class ItemWriter:
         checksums = checksum.to_bytes(4, "little") if payload else b""
         wrap = crc32(tail, crc32(head))
         self._note(number, position, nbytes, len(head), len(payload), nbytes, checksums, wrap)
-        if self._packed_nbytes >= _PACK:
+        if self._packed_nbytes >= PACK:
             self._flush()
 
     def _add_large(self, number: int, item: ItemFrame, data: torch.Tensor | StoredObject) -> None:

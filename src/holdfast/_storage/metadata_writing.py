@@ -3,7 +3,6 @@
 import pickle
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -222,12 +221,16 @@ def _split_planner_data(
     return paths, containers, pickle.dumps(rest, protocol=4)
 
 
-def dump_manifest(manifest: Manifest, planner_data: Any, *, torch_compatible: bool) -> list[bytes]:
+def dump_manifest(manifest: Manifest, metadata: Metadata, *, torch_compatible: bool) -> list[bytes]:
     """The pieces of the ``.metadata`` file."""
     torch_part = b""
     if torch_compatible:
         modules = [*manifest.modules, metadata_file.MARK]
         torch_part = write_torch_metadata(
-            manifest, planner_data=planner_data, modules=modules, version=VERSION
+            manifest,
+            directory=directory_of(metadata),
+            planner_data=metadata.planner_data,
+            modules=modules,
+            version=VERSION,
         )
     return metadata_file.join(torch_part, encode(manifest))

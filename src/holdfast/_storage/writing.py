@@ -18,7 +18,7 @@ from holdfast._io.store import ByteStore
 from holdfast._plan.own_values import own_values
 from holdfast._plan.write_lines import TENSOR, columns_of, is_open
 from holdfast._ranks.fence import confirm_commit
-from holdfast._storage.item_writer import SMALL, ItemWriter
+from holdfast._storage.item_writer import PACK, SMALL, ItemWriter
 from holdfast._storage.metadata_writing import dump_manifest
 from holdfast._storage.names import is_data_file, is_leftover, is_rank_metadata, shows_a_checkpoint
 from holdfast._storage.reading import read_metadata_file
@@ -33,7 +33,8 @@ __all__ = ["commit", "discard", "existing_checkpoint", "remove_unreferenced", "w
 logger = logging.getLogger(__name__)
 
 _FILE_BUFFERS = 32 * 1024 * 1024
-_PORTION = 1024
+_WRAP = 700
+"""About what the container of a small tensor takes."""
 
 
 def write_items(
@@ -114,7 +115,14 @@ class _Work:
             if not small:
                 yield from ([number] for number in run)
                 continue
-            while portion := list(itertools.islice(run, _PORTION)):
+            portion, room = list[int](), PACK
+            for number in run:
+                portion.append(number)
+                room -= nbytes[number] + _WRAP
+                if room <= 0:
+                    yield portion
+                    portion, room = [], PACK
+            if portion:
                 yield portion
 
     def write(self, writer: ItemWriter, portion: Sequence[int]) -> None:
@@ -172,7 +180,7 @@ def commit(
     torch_compatible: bool,
 ) -> None:
     """Make the checkpoint exist: one atomic replace of its metadata file."""
-    content = b"".join(dump_manifest(manifest, metadata.planner_data, torch_compatible=torch_compatible))
+    content = b"".join(dump_manifest(manifest, metadata, torch_compatible=torch_compatible))
     confirm_commit()
     store.replace(name, content, durable=durable)
 

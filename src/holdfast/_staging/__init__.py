@@ -1,0 +1,1 @@
+"""The copy of a state that a background save writes from."""

@@ -1,0 +1,120 @@
+"""Owns the nested part of a state: finds its tensors, and makes the copy of everything around them."""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+from holdfast._tensors.chunks import is_sharded, is_tensor
+from holdfast.errors import PlanError, UsageError
+
+__all__ = ["Memo", "copy_around", "find_tensors", "key_of", "leaves_of"]
+
+Memo: TypeAlias = dict[int, Any]
+"""By the identity of an original: its copy. What ``copy.deepcopy`` understands."""
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+if hasattr(torch.nn, "Buffer"):
+    _PLAIN.add(torch.nn.Buffer)
+
+_IMMUTABLE = {
+    type(None), bool, int, float, complex, str, bytes, range, type, type(Ellipsis),
+    torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format,
+}  # fmt: skip
+
+
+def find_tensors(state: Any) -> dict[int, torch.Tensor]:
+    """Every tensor that is staged as memory, once, by its identity, in the order of the state.
+
+    Tensors inside of objects, sparse and quantized ones and classes that we do not know are not among them:
+    they are objects.
+    """
+    found: dict[int, torch.Tensor] = {}
+    try:
+        _find(state, found, set())
+    except RecursionError:
+        raise UsageError("the state is nested too deeply to be staged") from None
+    return found
+
+
+def _find(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    for entry in value.values() if isinstance(value, Mapping) else value:
+        kind = type(entry)
+        if kind in _PLAIN or isinstance(entry, torch.Tensor):
+            if is_tensor(entry) and (kind in _PLAIN or is_sharded(entry)):
+                found[id(entry)] = entry
+        elif kind not in _IMMUTABLE and isinstance(entry, Mapping | list | tuple):
+            _find(entry, found, seen)
+
+
+def copy_around(state: Any, memo: Memo) -> Any:
+    """A copy of the state: of its containers and objects, with the tensors that ``memo`` has instead.
+
+    What cannot change is shared. What stands in two places of the state stands in two places of the copy.
+
+    Raises:
+        PlanError: A value cannot be copied; it is named.
+    """
+    try:
+        return _copied(state, memo, state)
+    except RecursionError:
+        raise UsageError("the state is nested too deeply to be staged") from None
+
+
+def _copied(value: Any, memo: Memo, state: Any) -> Any:
+    kind = type(value)
+    if kind in _IMMUTABLE:
+        return value
+    known = memo.get(id(value), memo)
+    if known is not memo:
+        return known
+    if kind is dict or kind is OrderedDict:
+        made = memo[id(value)] = kind()
+        for key, entry in value.items():
+            made[key] = _copied(entry, memo, state)
+        return made
+    if kind is list:
+        items: list[Any] = []
+        memo[id(value)] = items
+        items.extend(_copied(entry, memo, state) for entry in value)
+        return items
+    if kind is tuple:
+        return tuple([_copied(entry, memo, state) for entry in value])
+    return _copied_object(value, memo, state)
+
+
+def _copied_object(value: Any, memo: Memo, state: Any) -> Any:
+    try:
+        # A tensor that is the result of an operation refuses to be copied unless it forgets that.
+        return copy.deepcopy(value.detach() if isinstance(value, torch.Tensor) else value, memo)
+    except RecursionError:
+        raise
+    except Exception as error:
+        key = key_of(state, value)
+        raise PlanError(
+            f"{key}: a {type(value).__module__}.{type(value).__qualname__} cannot be copied: {error}. Leave "
+            "it out of the state, or give it a __deepcopy__ method.",
+            key=key,
+        ) from error
+
+
+def leaves_of(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """The values that are not containers, each with its flat key."""
+    if isinstance(state, torch.Tensor) or not isinstance(state, Mapping | list | tuple):
+        yield ".".join(str(step) for step in path), state
+        return
+    for step, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+        yield from leaves_of(value, (*path, step))
+
+
+def key_of(state: Any, wanted: Any) -> str:
+    """The flat key of the first place in a state where this very value stands."""
+    try:
+        return next((key for key, value in leaves_of(state) if value is wanted), "?")
+    except RecursionError:
+        return "?"
