@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [case for case in cases if not options.only or case.name in options.only]
     if options.list:
         for case in chosen:
-            print(f"{case.name:14} {case.title}")
+            print(f"{case.name:18} {case.title}")
         return 0
     return _measure(chosen, options)
 

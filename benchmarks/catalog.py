@@ -1,16 +1,28 @@
 """All cases, in the order in which they run."""
 
+from benchmarks.async_save import async_save_cases
 from benchmarks.bulk import bulk_cases
 from benchmarks.case import Case
 from benchmarks.compressed import compressed_cases
 from benchmarks.memory import memory_cases
 from benchmarks.one_slice import slice_cases
+from benchmarks.planning import planning_cases
 from benchmarks.small import small_cases
+from benchmarks.staging import staging_cases
 
 __all__ = ["all_cases"]
 
 
 def all_cases(scale: float) -> list[Case]:
     """Every case, its sizes multiplied by ``scale``."""
-    groups = (bulk_cases, small_cases, slice_cases, compressed_cases, memory_cases)
+    groups = (
+        bulk_cases,
+        small_cases,
+        slice_cases,
+        compressed_cases,
+        memory_cases,
+        planning_cases,
+        staging_cases,
+        async_save_cases,
+    )
     return [case for group in groups for case in group(scale)]

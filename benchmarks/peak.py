@@ -3,13 +3,12 @@
 ``python -m benchmarks.peak CASE SIDE save|load FOLDER SCALE`` prints a number of bytes.
 """
 
-import ctypes
-import gc
 import sys
 import warnings
 from pathlib import Path
 
 from benchmarks.case import SIDES
+from benchmarks.footprint import Footprint
 from benchmarks.memory import memory_contents
 from benchmarks.sides import both_sides
 from benchmarks.states import State
@@ -26,42 +25,16 @@ def extra_memory(contents: State, side_name: str, operation: str, folder: Path) 
     side = both_sides()[SIDES.index(side_name)]
     side.warm_up(folder.parent)
     state = contents.filled() if operation == "save" else contents.blank()
-    gc.collect()
-    _return_free_memory()
-    _forget_peak()
-    before = _status("VmRSS")
+    footprint = Footprint()
     if operation == "save":
         side.save(state, folder)
     else:
         side.load(state, folder)
-    extra = _status("VmHWM") - before
+    extra = footprint.extra()
     if operation == "load":
         contents.check(state)
         extra -= contents.made_by_load
     return max(0, extra)
-
-
-def _return_free_memory() -> None:
-    """Give back what the allocator keeps: a call that takes its memory from there would seem to take none."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-def _forget_peak() -> None:
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        # Then an earlier peak may hide a part. Making the state peaks at 64 MiB above it, no more.
-        pass
-
-
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        name, _, value = line.partition(":")
-        if name == field:
-            return int(value.split()[0]) * 1024
-    raise OSError(f"/proc/self/status has no {field}")
 
 
 if __name__ == "__main__":

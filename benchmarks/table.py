@@ -66,7 +66,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _spread(spread: Spread, unit: str) -> str:
-    digits = 0 if unit == "MiB" else 3
+    digits = 0 if unit in {"MiB", "bytes"} else 3
     shown = [f"{value:,.{digits}f}" for value in (spread.min, spread.median, spread.max)]
     return f"{shown[0] if len(set(shown)) == 1 else ' / '.join(shown)} {'' if '/' in unit else unit}".strip()
 

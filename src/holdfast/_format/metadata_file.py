@@ -42,17 +42,8 @@ class Sections:
 
 def join(pickle: bytes, manifest: bytes) -> list[bytes]:
     """The pieces of the file, in order."""
-    fields = _FIELDS.pack(len(pickle), len(manifest), zlib.crc32(pickle), zlib.crc32(manifest), LAYOUT, 0)
-    footer = _FOOTER.pack(
-        len(pickle),
-        len(manifest),
-        zlib.crc32(pickle),
-        zlib.crc32(manifest),
-        LAYOUT,
-        0,
-        zlib.crc32(fields),
-        MAGIC,
-    )
+    facts = (len(pickle), len(manifest), zlib.crc32(pickle), zlib.crc32(manifest), LAYOUT, 0)
+    footer = _FOOTER.pack(*facts, zlib.crc32(_FIELDS.pack(*facts)), MAGIC)
     return [pickle, manifest, footer]
 
 

@@ -4,7 +4,7 @@ import ctypes
 import functools
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,15 @@ from holdfast.metadata import (
     TensorStorageMetadata,
 )
 
-__all__ = ["Entries", "column_of", "description_of", "directory_of", "dtypes_of", "properties_in_words"]
+__all__ = [
+    "Entries",
+    "boxes_column",
+    "column_of",
+    "description_of",
+    "directory_of",
+    "dtypes_of",
+    "properties_in_words",
+]
 
 
 class Entries(DeferredEntries[STORAGE_TYPES]):
@@ -109,6 +117,19 @@ def column_of(numbers: torch.Tensor, *, small: bool = False) -> bytes:
     return (
         raw if sys.byteorder == "little" else column(array("I" if small else "q", raw), "I" if small else "q")
     )
+
+
+def boxes_column(sizes: Sequence[Sequence[int]], used: torch.Tensor) -> bytes:
+    """The numbers of sizes of different lengths, one size after the other, as a column."""
+    most = max(map(len, sizes), default=0)
+    if not most or not len(used):
+        return b""
+    table = torch.tensor([[*size, *[0] * (most - len(size))] for size in sizes])
+    ndims = torch.tensor([len(size) for size in sizes])
+    rows = table[used]
+    if int(ndims.min()) == most:
+        return column_of(rows.flatten())
+    return column_of(rows[torch.arange(most) < ndims[used].unsqueeze(1)])
 
 
 def directory_of(metadata: Metadata) -> Directory:

@@ -74,6 +74,7 @@ class _Assignment:
         self.ranks = offers.rank.tolist()
         self.keep = torch.ones(len(self.ranks), dtype=torch.bool)
         self.keep[[row for group in groups for row in group.rows]] = False
+        self.chosen: list[int] = []
         nbytes = offers.nbytes()
         world = len(offers.plans)
         load = torch.bincount(offers.rank[self.keep], nbytes[self.keep].double(), world)
@@ -88,7 +89,7 @@ class _Assignment:
         if self.largest is not None and group.nbytes > self.largest and len(rows) > 1 and self._split(rows):
             return
         chosen = rows[0] if lowest_rank else min(rows, key=lambda row: self.load[self.ranks[row]])
-        self.keep[chosen] = True
+        self.chosen.append(chosen)
         self.load[self.ranks[chosen]] += group.nbytes
 
     def _split(self, rows: list[int]) -> bool:
@@ -114,6 +115,7 @@ class _Assignment:
 
     def kept_positions(self) -> list[list[int]]:
         """For each rank the lines that stay with it."""
+        self.keep[self.chosen] = True
         rank, position = self.offers.rank[self.keep], self.offers.position[self.keep]
         counts = torch.bincount(rank, minlength=len(self.offers.plans)).tolist()
         return [part.tolist() for part in torch.split(position, counts)]

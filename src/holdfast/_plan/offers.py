@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast._format.description import OBJECT, TENSOR, Description, column, concatenated
-from holdfast._plan.entries import column_of, properties_in_words
+from holdfast._plan.entries import boxes_column, properties_in_words
 from holdfast._plan.write_lines import SHARD, Form, WriteColumns
 from holdfast.errors import InvalidPlanError
 
@@ -119,18 +119,18 @@ class Offers:
             return []
         begins = starts.nonzero().flatten()
         ends = torch.cat([begins[1:], torch.tensor([len(self._name)])])
-        shared = (ends - begins > 1).nonzero().flatten()
-        order, nbytes = self._order.tolist(), self.nbytes()
-        found = []
-        for begin, end in zip(begins[shared].tolist(), ends[shared].tolist(), strict=True):
-            rows = order[begin:end]
-            sizes = nbytes[rows]
-            # Empty shards may stand at the place of one that is not.
-            group = Group(rows, int(sizes.max()))
-            if bool(((sizes != group.nbytes) & (sizes != 0) & (self.form[rows] >= 0)).any()):
-                self._refuse_sizes(rows)
-            found.append(group)
-        return found
+        group = torch.cumsum(starts, 0) - 1
+        sizes = self.nbytes()[self._order]
+        # Empty shards may stand at the place of one that is not.
+        largest = torch.zeros(len(begins), dtype=torch.int64).scatter_reduce_(0, group, sizes, "amax")
+        wrong = (sizes != largest[group]) & (sizes != 0) & (self.form[self._order] >= 0)
+        if bool(wrong.any()):
+            at = int(group[wrong.nonzero()[0]])
+            self._refuse_sizes(self._order[int(begins[at]) : int(ends[at])].tolist())
+        shared = ends - begins > 1
+        order = self._order.tolist()
+        found = zip(*(column[shared].tolist() for column in (begins, ends, largest)), strict=True)
+        return [Group(order[begin:end], nbytes) for begin, end, nbytes in found]
 
     def _refuse_sizes(self, rows: list[int]) -> None:
         key = self.keys[int(self.key[rows[0]])]
@@ -175,8 +175,8 @@ class Offers:
             tensor_ndims=bytes(len(form.size) for form in tensors),
             tensor_shapes=column(concatenated(form.size for form in tensors), "q"),
             tensor_chunks=column([c for c, n in zip(counts, first, strict=True) if n >= 0], "I"),
-            chunk_offsets=_boxes(self.offsets, self.offset[chunks]),
-            chunk_lengths=_boxes([form.lengths for form in self.forms], self.form[chunks]),
+            chunk_offsets=boxes_column(self.offsets, self.offset[chunks]),
+            chunk_lengths=boxes_column([form.lengths for form in self.forms], self.form[chunks]),
         )
         ends = [0, *itertools.accumulate(map(len, self.plans))]
         every = array("i", hints.tolist())
@@ -194,19 +194,6 @@ class Offers:
 
 def _numbers(column: "array[int]") -> torch.Tensor:
     return torch.frombuffer(column, dtype=torch.int32).long() if column else torch.empty(0, dtype=torch.int64)
-
-
-def _boxes(sizes: Sequence[Sequence[int]], used: torch.Tensor) -> bytes:
-    """The numbers of sizes of different lengths, one size after the other, as a column."""
-    most = max(map(len, sizes), default=0)
-    if not most or not len(used):
-        return b""
-    table = torch.tensor([[*size, *[0] * (most - len(size))] for size in sizes])
-    ndims = torch.tensor([len(size) for size in sizes])
-    rows = table[used]
-    if int(ndims.min()) == most:
-        return column_of(rows.flatten())
-    return column_of(rows[torch.arange(most) < ndims[used].unsqueeze(1)])
 
 
 def _joined(columns: list[torch.Tensor]) -> torch.Tensor:

@@ -52,8 +52,10 @@ class Structure(dict[str, Path]):
 
     def merge(self, other: Mapping[str, Path]) -> None:
         """Add another rank's paths; for a key that both have, this one's stays."""
-        for key, path in other.items():
-            self.setdefault(key, path)
+        # Ranks that hold shards of the same tensors have the same keys.
+        if not other.keys() <= self.keys():
+            for key, path in other.items():
+                self.setdefault(key, path)
         for where, kind in getattr(other, "containers", {}).items():
             self.containers.setdefault(where, kind)
 

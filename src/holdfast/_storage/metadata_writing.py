@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from holdfast._format import metadata_file
-from holdfast._format.description import Description, Directory, column, concatenated
+from holdfast._format.description import Description, Directory
 from holdfast._format.manifest import Manifest, encode
 from holdfast._format.paths import encode_containers, encode_paths
 from holdfast._format.torch_pickle_writer import write_torch_metadata
 from holdfast._io.blocks import BLOCK_SIZE
-from holdfast._plan.entries import column_of, description_of, directory_of
+from holdfast._plan.entries import boxes_column, column_of, description_of, directory_of
 from holdfast._plan.structure import Container, Path
 from holdfast._storage.results import NUMBERS, ResultColumns
 from holdfast._version import __version__
@@ -118,10 +118,8 @@ class _Written:
         if len(rows) != total or not torch.equal(found, torch.arange(total)):
             raise self._wrong_account(found, total)
         boxes = [box or () for part in self.results for box in part.offsets]
-        # The last one is what the number -1 finds.
-        boxes.append(())
-        used = self._offset_numbers()[order].tolist()
-        if column(concatenated([boxes[number] for number in used]), "q") != description.chunk_offsets:
+        used = self._offset_numbers()[order]
+        if boxes_column(boxes, used[used >= 0]) != description.chunk_offsets:
             raise IncompleteWriteError(
                 "items report other chunks than the plan has. Nothing was committed. A planner that "
                 "changes its plan after create_global_plan must keep the items' names."
