@@ -11,7 +11,7 @@ from holdfast._format.torch_pickle_names import LAYOUTS, MEMORY_FORMATS
 from holdfast._format.torch_pickle_records import Ints, TorchProperties
 from holdfast.errors import UsageError
 
-__all__ = ["Emitter", "encode_int", "tuple_opcodes"]
+__all__ = ["Emitter", "encode_int", "size_opcodes", "tuple_opcodes"]
 
 _METADATA = b"torch.distributed.checkpoint.metadata"
 _GLOBALS = {
@@ -63,6 +63,12 @@ def _encode_tuple(items: list[bytes]) -> bytes:
 
 def _encode_bytes(value: bytes) -> bytes:
     return (_COUNT4(b"B", len(value)) if len(value) < 2**32 else _COUNT8(b"\x8e", len(value))) + value
+
+
+def size_opcodes(emit: "Emitter", ndim: int) -> tuple[bytes, bytes]:
+    """What stands before and after the numbers of a ``torch.Size``."""
+    opening, closing = tuple_opcodes(ndim)
+    return emit.names["Size"] + opening, closing + b"\x85R"
 
 
 class Emitter:
