@@ -8,7 +8,7 @@ from benchmarks.footprint import Footprint
 from benchmarks.planning_fleet import Fleet
 from benchmarks.planning_stages import SAMPLED_RANKS, Stages
 from holdfast import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
-from holdfast._engine.collector import paused_collector
+from holdfast._collector import paused_collector
 from holdfast._plan.write_lines import columns_of
 from holdfast._storage.results import Notes, Results
 from holdfast.metadata import Metadata

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         filesystem,
         metadata,
         planner,
+        staging,
         state_dict,
         state_dict_loader,
         state_dict_saver,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from holdfast.per_rank import PerRank
     from holdfast.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
     from holdfast.state_dict_loader import load, load_state_dict
-    from holdfast.state_dict_saver import save, save_state_dict
+    from holdfast.state_dict_saver import async_save, save, save_state_dict
     from holdfast.stateful import Stateful
     from holdfast.storage import StorageReader, StorageWriter
 
@@ -68,6 +69,7 @@ __all__ = [
     "WriteItem",
     "__version__",
     "api",
+    "async_save",
     "default_planner",
     "errors",
     "extension",
@@ -78,6 +80,7 @@ __all__ = [
     "planner",
     "save",
     "save_state_dict",
+    "staging",
     "state_dict",
     "state_dict_loader",
     "state_dict_saver",
@@ -108,6 +111,7 @@ _HOME = {
     "StorageWriter": "storage",
     "TensorStorageMetadata": "metadata",
     "WriteItem": "planner",
+    "async_save": "state_dict_saver",
     "load": "state_dict_loader",
     "load_state_dict": "state_dict_loader",
     "save": "state_dict_saver",

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from typing_extensions import deprecated
 
-from holdfast._engine.collector import paused_collector
+from holdfast._collector import paused_collector
 from holdfast._engine.load import run_load
 from holdfast._engine.stateful import open_states, return_states
 from holdfast._foreign import our_load_planner, our_storage_reader

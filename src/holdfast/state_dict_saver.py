@@ -1,26 +1,53 @@
-"""Saving a checkpoint."""
+"""Saving a checkpoint, and going on with something else meanwhile."""
 
+import contextlib
 import os
-from typing import Any
+from collections.abc import Hashable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal, TypeAlias
 
 import torch.distributed as dist
 from typing_extensions import deprecated
 
-from holdfast._engine.collector import paused_collector
+from holdfast._collector import paused_collector
+from holdfast._engine.background import BackgroundSave
+from holdfast._engine.copies import Copy, is_stager, stager_keys, take_copy
+from holdfast._engine.farewell import expect_the_end, set_grace_period
+from holdfast._engine.request import Progress, Request, Same
+from holdfast._engine.roster import roster
 from holdfast._engine.save import run_save
+from holdfast._engine.save_future import SaveFuture
 from holdfast._engine.stateful import open_states
 from holdfast._foreign import our_save_planner, our_storage_writer
+from holdfast._helper import remote_writer, start_helper
 from holdfast._ranks.among_ranks import DEFAULT_PEER_TIMEOUT, open_exchange
 from holdfast._ranks.exchange import Exchange
-from holdfast._storage_choice import choose_writer
+from holdfast._storage_choice import choose_writer, storage_may_come_second
 from holdfast.default_planner import DefaultSavePlanner
+from holdfast.errors import UsageError
 from holdfast.metadata import STATE_DICT_TYPE, Metadata
 from holdfast.planner import SavePlanner
+from holdfast.staging import AsyncStager
 from holdfast.storage import StorageWriter
 
-__all__ = ["save", "save_state_dict"]
+__all__ = [
+    "AsyncCheckpointerType",
+    "AsyncSaveResponse",
+    "Progress",
+    "SaveFuture",
+    "async_save",
+    "save",
+    "save_state_dict",
+    "set_grace_period",
+]
+
+WhenBusy: TypeAlias = Literal["wait", "skip", "raise"]
+"""What ``async_save`` does while an earlier one is not done."""
 
 
+@storage_may_come_second("storage_writer")
 @paused_collector()
 def save(
     state_dict: STATE_DICT_TYPE,  # type: ignore[type-arg]
@@ -34,6 +61,8 @@ def save(
     peer_timeout: float = DEFAULT_PEER_TIMEOUT,
 ) -> Metadata:
     """Save a state: on every rank of the group, each its own part.
+
+    It waits for saves in the background that go to the same place, or use the same writer or planner.
 
     When ``save`` returns, on any rank, the checkpoint is complete, counted and on stable storage. When it
     raises, what was at that place before is there still, whole; only if making the finished commit durable
@@ -60,7 +89,8 @@ def save(
 
     Raises:
         UsageError: Neither a place nor a writer was given.
-        CheckpointException: A step failed on some rank; also an instance of that failure's class.
+        CheckpointException: A step failed on some rank; also an instance of that failure's class. Or an
+            earlier save in the background has failed and nobody has looked: then nothing is done.
 
     Example:
         >>> holdfast.save({"model": model, "optimizer": optimizer}, checkpoint_id="checkpoints/100")
@@ -72,6 +102,7 @@ def save(
         use_collectives=use_collectives,
         peer_timeout=peer_timeout,
     ) as exchange:
+        _come_after_earlier_saves(exchange, process_group, checkpoint_id, storage_writer, planner)
         opened, _ = open_states(state_dict)
         writer = choose_writer(storage_writer, checkpoint_id)
         return _save(opened, writer, planner, exchange, use_collectives=use_collectives)
@@ -90,6 +121,7 @@ def save_state_dict(
     with open_exchange(
         process_group, purpose="save", no_dist=no_dist, coordinator_rank=coordinator_rank
     ) as exchange:
+        _come_after_earlier_saves(exchange, process_group, None, storage_writer, planner)
         storage_writer.reset()
         return _save(state_dict, storage_writer, planner, exchange)
 
@@ -109,3 +141,203 @@ def _save(
         exchange,
         use_collectives=use_collectives,
     )
+
+
+class AsyncCheckpointerType(Enum):
+    """Where a save in the background does its work: in a thread of this process, or in another process."""
+
+    THREAD = "thread"
+    PROCESS = "process"
+
+
+@dataclass
+class AsyncSaveResponse:
+    """What ``async_save`` returns if the stager is an asynchronous one.
+
+    Attributes:
+        staging_completion: Done when the copy is complete, so that the original may change.
+        upload_completion: Done when the checkpoint is durable: a :class:`SaveFuture`.
+    """
+
+    staging_completion: Future[None]
+    upload_completion: Future[Any]
+
+
+def async_save(
+    state_dict: STATE_DICT_TYPE,  # type: ignore[type-arg]
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+    async_stager: AsyncStager | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    when_busy: WhenBusy = "wait",
+    peer_timeout: float = DEFAULT_PEER_TIMEOUT,
+) -> SaveFuture | AsyncSaveResponse:
+    """Copy a state, and save the copy in the background: on every rank of the group, each its own part.
+
+    The checkpoint holds the values of the moment of the call, whatever is done to the state after it. What
+    ``save`` promises of a checkpoint holds here too. Saves that share a place, a stager, a writer or a
+    planner are made one at a time, in the order of the calls. The program does not end before its saves have.
+
+    A failure is raised by the future. If nobody looks at that, the next ``save`` or ``load`` raises it, on
+    every rank; so does the next ``async_save``, except that it leaves a failure once to a future that is
+    still held. A program that ends before says so on standard error and has the exit status 120.
+
+    Args:
+        state_dict: What to save. It is not changed.
+        checkpoint_id: Where to: a folder. Not needed if ``storage_writer`` knows.
+        storage_writer: What to write with; by default a ``FileSystemWriter`` on ``checkpoint_id``.
+        planner: What decides what is written; by default ``DefaultSavePlanner()``.
+        process_group: The ranks that save together; by default all. Rank 0 of it coordinates.
+        async_checkpointer_type: A thread, or a process beside this one, which disturbs training less.
+        async_stager: What copies. By default ``storage_writer`` if it is a stager, or else buffers that are
+            kept for the next save. Yours remains yours to close.
+        no_dist: Save from this process alone, whatever groups there are.
+        use_collectives: False: each rank writes a checkpoint of its own part, without a word to the others.
+        when_busy: What to do while an earlier save that shares something with this one is not done, on any
+            rank: ``"wait"`` for it, ``"skip"`` this one, or ``"raise"``.
+        peer_timeout: After how many seconds without a sign of life a rank is taken for dead.
+
+    Returns:
+        A future of the metadata, or with an asynchronous stager two futures. See :class:`SaveFuture` for
+        what it can do besides: how long the call waited, progress, cancelling, and whether the copy is made.
+
+    Raises:
+        UsageError: The arguments make no sense, or there is an earlier save and ``when_busy`` is "raise".
+        PlanError: A value cannot be copied. The futures of the other ranks raise a CheckpointException.
+        CheckpointException: An earlier save has failed and nobody has looked; nothing is saved.
+
+    Example:
+        >>> saving = holdfast.async_save({"model": model}, checkpoint_id="checkpoints/100")
+        >>> train()
+        >>> saving.result()
+    """
+    if when_busy not in ("wait", "skip", "raise"):
+        raise UsageError(f"when_busy is 'wait', 'skip' or 'raise', not {when_busy!r}", found=when_busy)
+    expect_the_end()
+    stager: Any = async_stager
+    if stager is None and storage_writer is not None and is_stager(storage_writer):
+        stager = storage_writer
+    in_process = AsyncCheckpointerType(async_checkpointer_type) is AsyncCheckpointerType.PROCESS
+    place, keys = _claims(checkpoint_id, storage_writer, planner)
+    keys |= stager_keys(stager, shared=in_process)
+
+    with contextlib.ExitStack() as until_handed_over:
+        exchange = open_exchange(
+            process_group,
+            purpose="save",
+            no_dist=no_dist,
+            use_collectives=use_collectives,
+            peer_timeout=peer_timeout,
+        )
+        until_handed_over.push(exchange)
+        scope = roster.scope(exchange, process_group)
+        number = scope.begin()
+        waited = roster.wait_for(keys) if when_busy == "wait" else 0.0
+        is_busy = roster.settle(
+            exchange,
+            scope,
+            is_busy=bool(roster.busy(keys)),
+            always=when_busy != "wait",
+            leave_to_futures=True,
+        )
+        request = Request(place, keys, scope, number, process_group or _whole_group())
+        if is_busy and when_busy == "raise":
+            raise UsageError(
+                f"an earlier save is not done, and when_busy is 'raise': this one, to {place}, shares a "
+                "place, a stager, a writer or a planner with it",
+                path=place,
+            )
+        if is_busy and when_busy == "skip":
+            return _skipped(request)
+        scope.is_unsettled = True
+        if in_process:
+            # It takes seconds for the first time, in which the state is copied and planned.
+            start_helper(wait=False)
+
+        opened, _ = open_states(state_dict)
+        writer = our_storage_writer(choose_writer(storage_writer, checkpoint_id))
+        copy = take_copy(stager, opened, shared=in_process)
+        until_handed_over.callback(copy.release)
+        future = SaveFuture(request, waited=waited)
+        if copy.is_complete:
+            future.staged.complete(None)
+        BackgroundSave(
+            request,
+            future,
+            exchange,
+            obtain=_Source(copy, writer, future, in_process=in_process),
+            planner=DefaultSavePlanner() if planner is None else our_save_planner(planner),
+            use_collectives=use_collectives,
+            release=copy.release,
+        ).start()
+        until_handed_over.pop_all()
+
+    if copy.is_asynchronous:
+        return AsyncSaveResponse(staging_completion=future.staged, upload_completion=future)
+    if stager is not None and stager.should_synchronize_after_execute:
+        try:
+            stager.synchronize_staging()
+        except BaseException:
+            future.cancel()
+            raise
+    return future
+
+
+class _Source:
+    """Where the thread gets what it saves from."""
+
+    def __init__(self, copy: Copy, writer: StorageWriter, future: SaveFuture, *, in_process: bool) -> None:
+        self._copy = copy
+        self._writer = writer
+        self._staged = future.staged
+        self._in_process = in_process
+
+    def __call__(self) -> tuple[dict[str, Any], StorageWriter]:
+        """Wait for the copy, and say that it is complete."""
+        state = self._copy.wait()
+        if not self._staged.done():
+            self._staged.complete(None)
+        if not self._in_process:
+            return state, self._writer
+        staged = self._copy.wait_shared()
+        return staged.state, remote_writer(self._writer, staged)
+
+
+def _skipped(request: Request) -> SaveFuture:
+    future = SaveFuture(request, skipped=True)
+    future.staged.complete(None)
+    future.complete(None)
+    return future
+
+
+def _come_after_earlier_saves(
+    exchange: Exchange,
+    group: dist.ProcessGroup | None,
+    checkpoint_id: str | os.PathLike[str] | None,
+    writer: StorageWriter | None,
+    planner: SavePlanner | None,
+) -> None:
+    """Wait for those that share something with this one, and raise what nobody has looked at."""
+    roster.wait_for(_claims(checkpoint_id, writer, planner)[1])
+    roster.settle(exchange, roster.scope(exchange, group))
+
+
+def _claims(
+    checkpoint_id: str | os.PathLike[str] | None, writer: StorageWriter | None, planner: SavePlanner | None
+) -> tuple[str, frozenset[Hashable]]:
+    """The place of a save in words, and what it has to itself: place, writer and planner keep state."""
+    place: Any = checkpoint_id or getattr(writer, "checkpoint_id", None) or getattr(writer, "path", None)
+    keys: set[Hashable] = {Same(tool) for tool in (writer, planner) if tool is not None}
+    if isinstance(place, str | os.PathLike):
+        place = os.fspath(place)
+        keys.add(("place", place if "://" in str(place) else os.path.realpath(place)))
+    return (f"a {type(writer).__name__}" if place is None else str(place)), frozenset(keys)
+
+
+def _whole_group() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from holdfast._collector import paused_collector
 from holdfast._staging.arenas import Arenas, Lease, WhenBusy
-from holdfast._staging.collector import paused_collector
 from holdfast._staging.copying import copy_spans, default_threads
 from holdfast._staging.layout import Layout, fact_of, lay_out, place_in
 from holdfast._staging.parts import Parts

@@ -1,0 +1,198 @@
+"""All saves in the background of this process: who waits for whom, and which failures nobody has seen."""
+
+import itertools
+import os
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from holdfast._engine.request import Request
+from holdfast._ranks.exchange import Alone, Exchange
+from holdfast.errors import WRAPPED_EXCEPTION, CheckpointException, portable_failure
+
+__all__ = ["Roster", "Scope", "roster"]
+
+
+class Scope:
+    """Those who save together: a process group, or this process alone.
+
+    Attributes:
+        is_unsettled: Whether there may be a save on some rank that runs, or failed unseen. It is the same on
+            every rank: only a save in the background, which all ranks begin, sets it, and only together is it
+            found to be settled. So ranks need not talk about it as long as nobody saves in the background.
+    """
+
+    def __init__(self) -> None:
+        self.is_unsettled = False
+        self._numbers = itertools.count()
+
+    def begin(self) -> int:
+        """The number of a new save, the same on every rank."""
+        self.is_unsettled = True
+        return next(self._numbers)
+
+
+class _Unseen(NamedTuple):
+    """A failure that nobody has looked at; without a number if it is of a save of one rank alone."""
+
+    number: int | None
+    place: str
+    failure: WRAPPED_EXCEPTION
+
+
+class _Findings(NamedTuple):
+    """What ranks tell each other when the next call comes."""
+
+    unseen: list[_Unseen]
+    is_open: bool
+    is_busy: bool
+
+
+class Roster:
+    """The requests that run, and those that failed unseen. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._requests: list[Request] = []
+        self._alone = Scope()
+        self._scopes: weakref.WeakKeyDictionary[Any, Scope] = weakref.WeakKeyDictionary()
+
+    def scope(self, exchange: Exchange, group: dist.ProcessGroup | None) -> Scope:
+        """The scope of a call."""
+        if isinstance(exchange, Alone):
+            return self._alone
+        with self._lock:
+            return self._scopes.setdefault(group or dist.group.WORLD, Scope())
+
+    def add(self, request: Request) -> None:
+        """A save begins."""
+        with self._lock:
+            self._requests = [known for known in self._requests if _matters(known)] + [request]
+
+    def running(self) -> list[Request]:
+        """The saves that have not ended."""
+        with self._lock:
+            return [request for request in self._requests if not request.ended.is_set()]
+
+    def unseen(self) -> list[Request]:
+        """The saves that have failed and whose failure nobody knows."""
+        with self._lock:
+            return [request for request in self._requests if request.is_unseen_failure]
+
+    def busy(self, keys: frozenset[Hashable]) -> list[Request]:
+        """The saves that have not ended and want one of these things to themselves."""
+        return [request for request in self.running() if request.keys & keys]
+
+    def wait_for(self, keys: frozenset[Hashable]) -> float:
+        """Return when no save uses any of these; how many seconds that took."""
+        start = time.monotonic()
+        busy = self.busy(keys)
+        for request in busy:
+            request.ended.wait()
+        return time.monotonic() - start if busy else 0.0
+
+    def settle(
+        self,
+        exchange: Exchange,
+        scope: Scope,
+        *,
+        is_busy: bool = False,
+        always: bool = False,
+        leave_to_futures: bool = False,
+    ) -> bool:
+        """Raise a failure that nobody has seen, the same on every rank; the first step of an exchange.
+
+        Args:
+            exchange: The call's own.
+            scope: The call's own.
+            is_busy: Whether this rank would have to wait for another save.
+            always: Talk to the others whether or not there can be such a failure.
+            leave_to_futures: Pass over, once, a failure whose future the caller still holds.
+
+        Returns:
+            Whether any rank is busy.
+
+        Raises:
+            CheckpointException: A save in the background has failed and nobody has looked at its future.
+        """
+        if not (always or scope.is_unsettled or (scope is self._alone and self.unseen())):
+            return False
+        found = exchange.agree(
+            "look at earlier saves",
+            lambda: self._findings(scope, is_busy=is_busy, leave_to_futures=leave_to_futures),
+            _together,
+        )
+        scope.is_unsettled = found.is_open
+        if found.unseen:
+            self._mark(scope, found.unseen)
+            raise _told_again(found.unseen[0], exchange.rank)
+        return found.is_busy
+
+    def _findings(self, scope: Scope, *, is_busy: bool, leave_to_futures: bool) -> _Findings:
+        unseen: list[_Unseen] = []
+        is_open = False
+        with self._lock:
+            requests = list(self._requests)
+        for request in requests:
+            error = request.error
+            if request.scope is scope and not request.ended.is_set():
+                is_open = True
+            elif error is not None and request.is_unseen_failure:
+                if leave_to_futures and request.may_still_be_looked_at:
+                    request.passed_over = is_open = True
+                elif request.scope is scope or scope is self._alone or request.scope is self._alone:
+                    number = request.number if request.scope is scope else None
+                    if number is None or scope is self._alone:
+                        request.looked_at = True
+                    failure = portable_failure((error, traceback.extract_tb(error.__traceback__)))
+                    unseen.append(_Unseen(number, request.place, failure))
+        return _Findings(unseen, is_open, is_busy)
+
+    def _mark(self, scope: Scope, unseen: Sequence[_Unseen]) -> None:
+        """What is raised on every rank has been seen, also where it has not been noticed yet."""
+        numbers = {found.number for found in unseen}
+        with self._lock:
+            for request in self._requests:
+                if request.scope is scope and request.number in numbers:
+                    request.looked_at = True
+
+    def forget(self) -> None:
+        """In a forked child: its parent's saves are not its own."""
+        self._lock = threading.Lock()
+        self._requests = []
+
+
+def _matters(request: Request) -> bool:
+    return not request.ended.is_set() or request.is_unseen_failure
+
+
+def _together(ranks: Sequence[_Findings]) -> _Findings:
+    unseen = sorted((one for rank in ranks for one in rank.unseen), key=lambda one: one.number or 0)
+    return _Findings(unseen, any(rank.is_open for rank in ranks), any(rank.is_busy for rank in ranks))
+
+
+def _told_again(unseen: _Unseen, rank: int) -> CheckpointException:
+    """The failure of an earlier save as this call's exception: of the same class, with the same causes."""
+    error, trace = unseen.failure
+    step, failures = "save", {rank: (error, trace)}
+    if isinstance(error, CheckpointException):
+        step, failures = error.step or step, error.failures
+    made = CheckpointException.of(step, failures)
+    told = (
+        f"an earlier save in the background, to {unseen.place}, failed at step {step!r} and nobody looked at "
+        "its future; this call has done nothing"
+    )
+    made.args = (told, failures)
+    return made
+
+
+roster = Roster()
+"""The one of this process."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=roster.forget)

@@ -1,0 +1,112 @@
+"""What the caller of a save in the background holds."""
+
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from holdfast._engine.request import Progress, Request
+from holdfast.metadata import Metadata
+
+__all__ = ["SaveFuture", "StagedFuture"]
+
+T = TypeVar("T")
+
+
+class _Watched(Future[T]):
+    """A future that knows when somebody has been told of a failure.
+
+    It stays pending, in the words of its base class, until there is an outcome: so it can be cancelled then.
+    """
+
+    def __init__(self, looked_at: Callable[[], None]) -> None:
+        super().__init__()
+        self._looked_at = looked_at
+
+    def result(self, timeout: float | None = None) -> T:
+        """As ``concurrent.futures.Future`` has it."""
+        self.exception(timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """As ``concurrent.futures.Future`` has it."""
+        error = super().exception(timeout)
+        if error is not None:
+            self._looked_at()
+        return error
+
+    def complete(self, value: T) -> None:
+        """It went well."""
+        self.set_result(value)
+
+    def fail(self, error: BaseException) -> None:
+        """It did not."""
+        self.set_exception(error)
+
+    def give_up(self) -> None:
+        """It was cancelled."""
+        Future.cancel(self)
+        self.set_running_or_notify_cancel()
+
+
+class StagedFuture(_Watched[None]):
+    """Whether the copy is complete, so that the original may change; raises why there is none.
+
+    It cannot be cancelled by itself: cancel the save.
+    """
+
+    def cancel(self) -> bool:
+        """False: only the save as a whole can be."""
+        return False
+
+    def running(self) -> bool:
+        """Whether there is no outcome yet."""
+        return not self.done()
+
+
+class SaveFuture(_Watched[Metadata | None]):
+    """The outcome of a save in the background: the metadata of the checkpoint, once that is durable.
+
+    ``result`` and ``exception`` wait for it. A failure that nobody asks for is raised by a later call.
+
+    Attributes:
+        staged: A future for the copy alone: when it is done, the original may change.
+        waited: For how many seconds the call waited for earlier saves.
+        skipped: Whether nothing was saved because an earlier save was not done. The result is None then.
+    """
+
+    def __init__(self, request: Request, *, waited: float = 0.0, skipped: bool = False) -> None:
+        def looked_at() -> None:
+            request.looked_at = True
+
+        super().__init__(looked_at)
+        self.staged = StagedFuture(looked_at)
+        self.waited = waited
+        self.skipped = skipped
+        self._request = request
+        request.future = weakref.ref(self)
+
+    def cancel(self) -> bool:
+        """Have the save given up, on all ranks; nothing of it will be seen.
+
+        Returns:
+            False if it is too late: the save is done, or this rank has written its part and the coordinator
+            may be committing. True is a promise that it is not committed; ``done`` and ``cancelled`` follow
+            when all that it wrote is removed. The futures of other ranks are cancelled too.
+        """
+        return not self.done() and self._request.cancel()
+
+    def running(self) -> bool:
+        """Whether there is no outcome yet."""
+        return not super().done()
+
+    def done(self) -> bool:
+        """Whether there is an outcome."""
+        is_done = super().done()
+        if is_done:
+            self._request.asked = True
+        return is_done
+
+    def progress(self) -> Progress:
+        """Bytes written by this rank, bytes to write, and bytes a second. Never waits."""
+        return self._request.progress()

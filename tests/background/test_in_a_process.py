@@ -1,0 +1,122 @@
+"""Saves in the background by a process of their own: the same promises, and a helper that may be killed."""
+
+import concurrent.futures
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.background.gated import HANG_GUARD
+
+import holdfast
+from holdfast._helper import kill_helper, stop_helper
+from holdfast.staging import BlockingAsyncStager, DefaultStager, StagingOptions
+from holdfast.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, SaveFuture, async_save
+
+pytestmark = pytest.mark.slow
+
+PROCESS = AsyncCheckpointerType.PROCESS
+
+
+@pytest.fixture(scope="module", autouse=True)
+def helper_is_stopped() -> Iterator[None]:
+    yield
+    stop_helper()
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"w": torch.full((100, 100), float(value)), "step": int(value), "rows": [torch.ones(3), "text"]}
+
+
+def loaded(folder: Path) -> float:
+    found = state(-1)
+    holdfast.load(found, checkpoint_id=folder)
+    value = float(found["w"].unique().item())
+    assert found["step"] == int(value)
+    return value
+
+
+def saving(*args: Any, **kwargs: Any) -> SaveFuture:
+    future = async_save(*args, async_checkpointer_type=PROCESS, **kwargs)
+    assert isinstance(future, SaveFuture)
+    return future
+
+
+def test_the_checkpoint_has_the_values_of_the_moment_of_the_call(tmp_path: Path) -> None:
+    for value in range(3):
+        original = state(value)
+        future = saving(original, checkpoint_id=tmp_path / "c")
+        original["w"].fill_(9)
+        original["rows"].clear()
+        future.result(HANG_GUARD)
+        assert loaded(tmp_path / "c") == value
+        assert future.progress().nbytes_done == future.progress().nbytes_total == 40012
+
+
+@pytest.mark.parametrize(
+    "stager",
+    [
+        DefaultStager(),
+        DefaultStager(StagingOptions(use_shared_memory=False)),
+        BlockingAsyncStager(),
+    ],
+    ids=["shared", "not shared", "custom"],
+)
+def test_every_stager_will_do(tmp_path: Path, stager: Any) -> None:
+    answer = async_save(
+        state(1), checkpoint_id=tmp_path / "c", async_stager=stager, async_checkpointer_type=PROCESS
+    )
+    future = answer.upload_completion if isinstance(answer, AsyncSaveResponse) else answer
+    future.result(HANG_GUARD)
+    assert loaded(tmp_path / "c") == 1.0
+
+
+def test_a_failure_of_the_storage_is_told_by_the_future(tmp_path: Path) -> None:
+    holdfast.save(state(1), checkpoint_id=tmp_path / "c")
+    (tmp_path / "file").touch()
+    bad = saving(state(2), checkpoint_id=tmp_path / "file" / "c")
+    good = saving(state(2), checkpoint_id=tmp_path / "c")
+    with pytest.raises(FileExistsError):
+        bad.result(HANG_GUARD)
+    good.result(HANG_GUARD)
+    assert loaded(tmp_path / "c") == 2.0
+
+
+class Waiting(holdfast.FileSystemWriter):
+    """Waits in the helper until it is cancelled or killed: it writes more than a disk takes in a second."""
+
+    def write_data(self, plan: holdfast.SavePlan, planner: holdfast.SavePlanner) -> Any:
+        (Path(self.path) / "reached").touch()
+        for item in list(plan.items) * 1_000_000:
+            planner.resolve_data(item)
+        raise AssertionError("it was neither cancelled nor killed")
+
+
+def wait_until_it_writes(folder: Path, future: SaveFuture) -> None:
+    while not (folder / "reached").exists():
+        assert not future.done(), future.exception()
+        os.sched_yield()
+
+
+def test_a_save_is_cancelled_while_the_helper_writes(tmp_path: Path) -> None:
+    holdfast.save(state(1), checkpoint_id=tmp_path / "c")
+    future = saving(state(2), storage_writer=Waiting(tmp_path / "c"))
+    wait_until_it_writes(tmp_path / "c", future)
+    assert future.cancel()
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result(HANG_GUARD)
+    assert loaded(tmp_path / "c") == 1.0
+
+
+def test_a_killed_helper_fails_its_save_and_the_next_one_has_another(tmp_path: Path) -> None:
+    holdfast.save(state(1), checkpoint_id=tmp_path / "c")
+    future = saving(state(2), storage_writer=Waiting(tmp_path / "c"))
+    wait_until_it_writes(tmp_path / "c", future)
+    kill_helper()
+    with pytest.raises(holdfast.CheckpointError, match="SIGKILL"):
+        future.result(HANG_GUARD)
+    assert loaded(tmp_path / "c") == 1.0
+    saving(state(3), checkpoint_id=tmp_path / "c").result(HANG_GUARD)
+    assert loaded(tmp_path / "c") == 3.0
