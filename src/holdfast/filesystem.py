@@ -1,6 +1,7 @@
 """Checkpoints in a folder of a file system: the writer and the reader that are used by default."""
 
 import dataclasses
+import functools
 import os
 import uuid
 from collections.abc import Callable, Sequence
@@ -181,27 +182,30 @@ class FileSystemWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
         """Write every item into new files, and wait until the disk has them."""
-        names = plan.storage_data
-
-        def name_file(number: int) -> str:
-            return f"{names.prefix}{number}-{names.save}{DEFAULT_SUFFIX}"
-
-        self._written = []
+        self.expect_files(plan)
         results = write_items(
             self._store(),
             to_ours(plan),
             our_save_planner(planner),
-            name_file=name_file,
+            name_file=functools.partial(_file_name, plan.storage_data),
             one_file=self.single_file_per_rank,
-            threads=max(self.thread_count, _TRANSFORM_THREADS) if self.extensions else self.thread_count,
+            threads=self._threads,
             durable=self.sync_files,
             transforms=self.extensions,
             budget=self.memory_budget,
         )
-        self._written = list(map(name_file, range(results.file_count)))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+    @property
+    def _threads(self) -> int:
+        return max(self.thread_count, _TRANSFORM_THREADS) if self.extensions else self.thread_count
+
+    def expect_files(self, plan: SavePlan) -> None:
+        """Remember the files that ``write_data`` makes at most, here or in another process."""
+        count = self._threads if self.single_file_per_rank else len(plan.items)
+        self._written = [_file_name(plan.storage_data, number) for number in range(count)]
 
     def abandon(self, *, outcome_is_known: bool = True) -> None:
         """After a save that failed: remove what this rank has written for it, and let others in.
@@ -271,6 +275,10 @@ class FileSystemWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it names a place in a file system."""
         return FileSystem.validate_checkpoint_id(checkpoint_id)
+
+
+def _file_name(names: _FilePrefix, number: int) -> str:
+    return f"{names.prefix}{number}-{names.save}{DEFAULT_SUFFIX}"
 
 
 def _group_size() -> int:

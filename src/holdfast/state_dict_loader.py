@@ -9,6 +9,7 @@ from typing_extensions import deprecated
 
 from holdfast._collector import paused_collector
 from holdfast._engine.load import run_load
+from holdfast._engine.roster import roster
 from holdfast._engine.stateful import open_states, return_states
 from holdfast._foreign import our_load_planner, our_storage_reader
 from holdfast._ranks.among_ranks import DEFAULT_PEER_TIMEOUT, open_exchange
@@ -90,6 +91,7 @@ def load(
         "safe_globals": tuple(safe_globals),
     }
     with open_exchange(process_group, purpose="load", no_dist=no_dist, peer_timeout=peer_timeout) as exchange:
+        roster.settle(exchange, roster.scope(exchange, process_group))
         given = ", ".join(name for name, value in options.items() if value != _NOT_GIVEN[name])
         if planner is not None and given:
             raise UsageError(f"give {given} to the planner that you pass, not to load")

@@ -36,12 +36,7 @@ def test_training_goes_on_with_its_collectives_beside_saves(nursery: Nursery, tm
     [
         "save",
         "async_save",
-        pytest.param(
-            "load",
-            marks=pytest.mark.xfail(
-                strict=True, reason="load does not ask the roster yet: see state_dict_loader.load"
-            ),
-        ),
+        "load",
     ],
 )
 def test_a_failure_that_one_rank_has_not_seen_is_raised_on_all_by_the_next_call(

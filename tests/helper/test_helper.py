@@ -327,7 +327,6 @@ def test_a_killed_helper_is_named_nothing_is_committed_and_the_next_save_has_ano
     assert len(_data_files(folder)) == 1
 
 
-@pytest.mark.xfail(strict=True, reason="FileSystemWriter has no expect_files yet, and so knows of no files")
 def test_what_a_killed_helper_has_half_written_is_removed_when_its_save_fails(tmp_path: Path) -> None:
     folder, gate = tmp_path / "c", Gate(tmp_path)
     state = {"first": torch.zeros(20 * MIB), "last": torch.zeros(4)}

@@ -147,17 +147,11 @@ class ResultColumns:
 class Results(DeferredList[WriteResult]):
     """The results of ``write_data``: columns until somebody looks at one."""
 
-    __slots__ = ("_files", "columns")
+    __slots__ = ("columns",)
 
     def __init__(self, columns: ResultColumns) -> None:
         super().__init__(len(columns), columns.results)
         self.columns: ResultColumns | None = columns
-        self._files = len(columns.files)
-
-    @property
-    def file_count(self) -> int:
-        """How many files were written."""
-        return self._files
 
     def let_go(self) -> None:
         """The results may be replaced now, and the columns would not know."""
