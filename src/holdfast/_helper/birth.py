@@ -94,7 +94,7 @@ def _be_humble() -> None:
     The priority at the disk follows from the niceness: the lowest one that is still served. The class below,
     idle, is not served at all while others keep the disk busy, and the trainer waits for the memory.
     """
-    os.nice(19)
+    os.setpriority(os.PRIO_PROCESS, 0, 19)
     with contextlib.suppress(AttributeError, OSError):
         # A batch task that wakes up does not interrupt the one that runs.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -1,21 +1,21 @@
 """Items into a file: containers around raw bytes, checksummed on the way, small ones packed together."""
 
 import ctypes
-import functools
 import io
 import itertools
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from holdfast._format.torch_item import SMALL_ALIGNMENT, ItemFrame, tensor_item
+from holdfast._format.torch_item import SMALL_ALIGNMENT, ItemFrame
 from holdfast._io.blocks import BLOCK_SIZE, BlockSums, combine_blocks, crc32
 from holdfast._io.store import FileWriter
 from holdfast._objects import StoredObject
-from holdfast._plan.write_lines import Form, WriteColumns
+from holdfast._plan.write_lines import WriteColumns
 from holdfast._storage.results import Notes
+from holdfast._storage.stamps import Stamp, frame_of, stamp_of
 from holdfast._tensors.host import copy_of, host_pieces
 from holdfast.errors import IncompleteWriteError
 from holdfast.extension import StreamTransformExtension
@@ -58,13 +58,13 @@ class ItemWriter:
         self.notes = Notes()
         self._packed: list[Any] = []
         self._packed_nbytes = 0
-        self._stamps: dict[int, _Stamp] = {}
+        self._stamps: dict[int, Stamp] = {}
 
     def add(self, number: int, data: torch.Tensor | io.BytesIO) -> None:
         """Write one line's item. The data may be changed as soon as this returns."""
         if isinstance(data, torch.Tensor):
             _check_planned(self.lines, number, data)
-            item = _frame(data.dtype, data.shape)
+            item = frame_of(data.dtype, data.shape)
         elif isinstance(data, StoredObject):
             item = data.item
         else:
@@ -123,8 +123,8 @@ class ItemWriter:
             self._packed.append(bytes(filling))
             self._packed_nbytes += filling
 
-    def _make_stamp(self, form: int) -> "_Stamp":
-        made = self._stamps[form] = _stamp(self.lines.forms[form])
+    def _make_stamp(self, form: int) -> "Stamp":
+        made = self._stamps[form] = stamp_of(self.lines.forms[form])
         return made
 
     def _note_run(self, numbers: Sequence[int], begin: int, totals: list[int]) -> None:
@@ -251,58 +251,6 @@ class ItemWriter:
         notes.wrap.append(wrap)
         notes.blocks.append(len(checksums) // 4)
         notes.checksums += checksums
-
-
-class _Stamp(NamedTuple):
-    """What all small items of one form have in common.
-
-    Attributes:
-        shape: The shape that the tensor must have.
-        dtype: The dtype that it must have.
-        is_complex: Whether elements may be promised as conjugates.
-        nbytes: The bytes of its elements.
-        head: The container before them.
-        head_sum: Its CRC-32.
-        tail: The container after them, around the two places of the checksum.
-        item_nbytes: The length of the item.
-        gap: What follows it, so that the next one begins at an aligned place.
-        total: The length of both.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    is_complex: bool
-    nbytes: int
-    head: bytes
-    head_sum: int
-    tail: tuple[bytes, bytes, bytes]
-    item_nbytes: int
-    gap: bytes
-    total: int
-
-
-def _stamp(form: Form) -> _Stamp:
-    dtype = form.properties[0]
-    frame = _frame(dtype, form.lengths)
-    head, nbytes = frame.head(0), frame.nbytes(0)
-    gap = bytes(-nbytes % SMALL_ALIGNMENT)
-    return _Stamp(
-        form.lengths,
-        dtype,
-        dtype.is_complex,
-        form.nbytes,
-        head,
-        crc32(head),
-        frame.tail_around_checksums(0),
-        nbytes,
-        gap,
-        nbytes + len(gap),
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _frame(dtype: torch.dtype, shape: torch.Size) -> ItemFrame:
-    return tensor_item(str(dtype).removeprefix("torch."), tuple(shape))
 
 
 def _check_planned(lines: WriteColumns, number: int, data: torch.Tensor) -> None:

@@ -1,0 +1,64 @@
+"""The containers of tensors, made once for all tensors of a form."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from holdfast._format.torch_item import SMALL_ALIGNMENT, ItemFrame, tensor_item
+from holdfast._io.blocks import crc32
+from holdfast._plan.write_lines import Form
+
+__all__ = ["Stamp", "frame_of", "stamp_of"]
+
+
+class Stamp(NamedTuple):
+    """What all small items of one form have in common.
+
+    Attributes:
+        shape: The shape that the tensor must have.
+        dtype: The dtype that it must have.
+        is_complex: Whether elements may be promised as conjugates.
+        nbytes: The bytes of its elements.
+        head: The container before them.
+        head_sum: Its CRC-32.
+        tail: The container after them, around the two places of the checksum.
+        item_nbytes: The length of the item.
+        gap: What follows it, so that the next one begins at an aligned place.
+        total: The length of both.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    is_complex: bool
+    nbytes: int
+    head: bytes
+    head_sum: int
+    tail: tuple[bytes, bytes, bytes]
+    item_nbytes: int
+    gap: bytes
+    total: int
+
+
+def stamp_of(form: Form) -> Stamp:
+    dtype = form.properties[0]
+    frame = frame_of(dtype, form.lengths)
+    head, nbytes = frame.head(0), frame.nbytes(0)
+    gap = bytes(-nbytes % SMALL_ALIGNMENT)
+    return Stamp(
+        form.lengths,
+        dtype,
+        dtype.is_complex,
+        form.nbytes,
+        head,
+        crc32(head),
+        frame.tail_around_checksums(0),
+        nbytes,
+        gap,
+        nbytes + len(gap),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def frame_of(dtype: torch.dtype, shape: torch.Size) -> ItemFrame:
+    return tensor_item(str(dtype).removeprefix("torch."), tuple(shape))
