@@ -44,9 +44,11 @@ class AsyncStager(Protocol):
 
     def synchronize_staging(self) -> None:
         """Return when the last ``stage`` is complete, so that the original may change."""
+        return None  # noqa: RET501 - without it a type checker takes the method for abstract
 
     def close(self) -> None:
         """Let go of everything that the stager holds. No call comes after it."""
+        return None  # noqa: RET501 - as above
 
 
 @dataclass
@@ -92,6 +94,11 @@ class DefaultStager(AsyncStager):
         )
         self._last: Future[State] | None = None
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether ``stage`` returns a future."""
+        return self._config.use_async_staging
+
     def prepare(self, state_dict: State) -> None:
         """Take the memory for such a state now, so that the first save need not."""
         self._staging.prepare(state_dict)
@@ -104,7 +111,7 @@ class DefaultStager(AsyncStager):
             UsageError: The stager is closed.
             MemoryError: The system has not that much memory.
         """
-        if not self._config.use_async_staging:
+        if not self.is_asynchronous:
             state: State = self._staged_dict(state_dict).state
             return state
         future: Future[State] = Future()

@@ -93,7 +93,7 @@ def take_copy(stager: Any, state: dict[str, Any], *, shared: bool) -> Copy:
         copy._staged = _our_staging(shared=shared).stage(state, when_busy="another")  # noqa: SLF001
         return copy
     if _gives_leases(stager):
-        copy = Copy(is_asynchronous=stager._config.use_async_staging)  # noqa: SLF001 - it is ours
+        copy = Copy(is_asynchronous=stager.is_asynchronous)
         try:
             copy._staged = stager.stage_leased(state, when_busy="another")  # noqa: SLF001
         except Exception as error:
