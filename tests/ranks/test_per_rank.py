@@ -257,7 +257,7 @@ def load_alone(state: dict[str, Any], folder: Path, **options: Any) -> None:
 def test_a_missing_value_is_reported_or_left_alone_as_any_other(tmp_path: Path) -> None:
     FakeRanks(1).run(lambda rank: save(rank, {"c": 1}, tmp_path))
     state = {"at": PerRank(7), "c": 0}
-    with pytest.raises(CheckpointException, match=r"at\.@rank-0-of-1: missing"):
+    with pytest.raises(CheckpointException, match=r"at\.@rank-0-of-1: Missing key"):
         load_alone(state, tmp_path)
     load_alone(state, tmp_path, allow_partial_load=True)
     assert state["at"].value == 7  # type: ignore[attr-defined]
