@@ -32,6 +32,7 @@ from holdfast.errors import CheckpointExistsError, UsageError
 from holdfast.extension import StreamTransformExtension
 from holdfast.metadata import Metadata, StorageMeta
 from holdfast.planner import SavePlan, SavePlanner
+from holdfast.staging import BlockingAsyncStager
 from holdfast.storage import StorageWriter, WriteResult
 
 __all__ = ["DEFAULT_BUDGET", "FileSystemWriter", "SerializationFormat"]
@@ -58,7 +59,7 @@ class _FilePrefix:
     save: str
 
 
-class FileSystemWriter(StorageWriter):
+class FileSystemWriter(StorageWriter, BlockingAsyncStager):
     """Writes a checkpoint into a folder.
 
     Until ``finish`` the folder's old checkpoint is there, whole; after it, the new one. Every save writes
@@ -71,7 +72,8 @@ class FileSystemWriter(StorageWriter):
             program, may lose the checkpoint.
         thread_count: How many threads write, each into a file of its own. One is enough for most disks.
         per_thread_copy_ahead: Accepted for compatibility; ``memory_budget`` bounds what is copied ahead.
-        cache_staged_state_dict: Accepted for compatibility.
+        cache_staged_state_dict: What ``stage`` does with its buffers, if you call it: ``async_save`` has
+            buffers of its own, which it keeps.
         overwrite: Whether a checkpoint that is in the folder may be replaced.
         _extensions: Stream transforms that each item goes through; the first one stands next to the file.
         serialization_format: Only ``TORCH_SAVE``.
@@ -106,7 +108,7 @@ class FileSystemWriter(StorageWriter):
         self.sync_files = sync_files
         self.thread_count = thread_count
         self.per_thread_copy_ahead = per_thread_copy_ahead
-        self.cache_staged_state_dict = cache_staged_state_dict
+        BlockingAsyncStager.__init__(self, cache_staged_state_dict)
         self.overwrite = overwrite
         self.extensions = tuple(_extensions or ())
         self.serialization_format = serialization_format

@@ -57,11 +57,14 @@ def choose_reader(
 
 def _local_place(checkpoint_id: str | os.PathLike[str] | None, instead: str) -> str | os.PathLike[str]:
     if not checkpoint_id:
-        raise UsageError(f"where is the checkpoint? Pass checkpoint_id, or a {instead} that knows.")
+        raise UsageError(
+            f"where is the checkpoint? Its checkpoint_id must be specified, or a {instead} that knows"
+        )
     if not isinstance(checkpoint_id, str | os.PathLike):
         raise UsageError(f"checkpoint_id must be a path, not {type(checkpoint_id).__name__}")
     if "://" in os.fspath(checkpoint_id):
         raise UsageError(
-            f"{checkpoint_id!s} is not a folder; pass a {instead} for it", path=str(checkpoint_id)
+            f"Cannot detect which storage serves {checkpoint_id!s}, which is not a folder: pass a {instead}",
+            path=str(checkpoint_id),
         )
     return checkpoint_id

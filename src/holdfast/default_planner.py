@@ -17,7 +17,7 @@ from holdfast._plan.save_planner import (
     create_default_global_save_plan,
     create_default_local_save_plan,
 )
-from holdfast.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from holdfast.metadata import ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata
 from holdfast.planner import SavePlan
 
 __all__ = [
@@ -40,13 +40,16 @@ def _create_default_local_metadata(state_dict: dict[str, Any]) -> Metadata:
     _, metadata = create_default_global_save_plan([plan])
     for key, value in state_dict.items():
         if isinstance(value, ShardedTensor):
-            # It knows where every shard is, also those of other ranks.
-            entry = metadata.state_dict_metadata[key]
-            assert isinstance(entry, TensorStorageMetadata)
-            entry.chunks = [
-                ChunkStorageMetadata(torch.Size(shard.shard_offsets), torch.Size(shard.shard_sizes))
-                for shard in value.metadata().shards_metadata
-            ]
+            # It knows where every shard is, also if this rank has none.
+            whole = value.metadata()
+            metadata.state_dict_metadata[key] = TensorStorageMetadata(
+                properties=TensorProperties(dtype=whole.tensor_properties.dtype),
+                size=torch.Size(whole.size),
+                chunks=[
+                    ChunkStorageMetadata(torch.Size(shard.shard_offsets), torch.Size(shard.shard_sizes))
+                    for shard in whole.shards_metadata
+                ],
+            )
     return metadata
 
 

@@ -97,7 +97,7 @@ class CheckpointError(Exception):
         self.found = found
 
 
-class UsageError(CheckpointError, ValueError):
+class UsageError(CheckpointError, ValueError, RuntimeError):
     """The arguments of a call make no sense, alone or together."""
 
 

@@ -214,8 +214,9 @@ class BlockingAsyncStager(AsyncStager):
 
     def close(self) -> None:
         """Let go of the buffers. Twice is fine."""
-        if self._staging is not None:
-            self._staging.close()
+        staging: Staging | None = getattr(self, "_staging", None)
+        if staging is not None:
+            staging.close()
             self._staging = None
 
 

@@ -3,6 +3,9 @@
 They are the same objects as in ``torch.distributed.checkpoint.state_dict``; see its documentation.
 """
 
+from typing import Any
+
+from torch.distributed.checkpoint import state_dict as _torchs
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -22,3 +25,8 @@ __all__ = [
     "set_optimizer_state_dict",
     "set_state_dict",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The rest of torch's module, as it is in the torch that is installed."""
+    return getattr(_torchs, name)

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-from collections.abc import Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
@@ -13,15 +12,15 @@ from typing_extensions import deprecated
 
 from holdfast._collector import paused_collector
 from holdfast._engine.background import BackgroundSave
-from holdfast._engine.copies import Copy, is_stager, stager_keys, take_copy
+from holdfast._engine.copies import Source, is_stager, stager_keys, take_copy
 from holdfast._engine.farewell import expect_the_end, set_grace_period
-from holdfast._engine.request import Progress, Request, Same
+from holdfast._engine.request import Progress, Request, claims_of
 from holdfast._engine.roster import roster
 from holdfast._engine.save import run_save
 from holdfast._engine.save_future import SaveFuture
 from holdfast._engine.stateful import open_states
 from holdfast._foreign import our_save_planner, our_storage_writer
-from holdfast._helper import remote_writer, start_helper
+from holdfast._helper import start_helper
 from holdfast._ranks.among_ranks import DEFAULT_PEER_TIMEOUT, open_exchange
 from holdfast._ranks.exchange import Exchange
 from holdfast._storage_choice import choose_writer, storage_may_come_second
@@ -118,12 +117,29 @@ def save_state_dict(
     planner: SavePlanner | None = None,
 ) -> Metadata:
     """The name of :func:`save` before torch 2.2. Stateful objects are not opened."""
+    return _save_state_dict(state_dict, storage_writer, process_group, coordinator_rank, no_dist, planner)
+
+
+def _save_state_dict(
+    state_dict: STATE_DICT_TYPE,  # type: ignore[type-arg]
+    storage_writer: StorageWriter,
+    process_group: dist.ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: SavePlanner | None = None,
+    use_collectives: bool = True,
+) -> Metadata:
+    """The same without the warning; programs call it by this name of torch's."""
     with open_exchange(
-        process_group, purpose="save", no_dist=no_dist, coordinator_rank=coordinator_rank
+        process_group,
+        purpose="save",
+        no_dist=no_dist,
+        use_collectives=use_collectives,
+        coordinator_rank=coordinator_rank,
     ) as exchange:
         _come_after_earlier_saves(exchange, process_group, None, storage_writer, planner)
         storage_writer.reset()
-        return _save(state_dict, storage_writer, planner, exchange)
+        return _save(state_dict, storage_writer, planner, exchange, use_collectives=use_collectives)
 
 
 def _save(
@@ -223,7 +239,7 @@ def async_save(
     if stager is None and storage_writer is not None and is_stager(storage_writer):
         stager = storage_writer
     in_process = AsyncCheckpointerType(async_checkpointer_type) is AsyncCheckpointerType.PROCESS
-    place, keys = _claims(checkpoint_id, storage_writer, planner)
+    place, keys = claims_of(checkpoint_id, storage_writer, planner)
     keys |= stager_keys(stager, shared=in_process)
 
     with contextlib.ExitStack() as until_handed_over:
@@ -270,7 +286,7 @@ def async_save(
             request,
             future,
             exchange,
-            obtain=_Source(copy, writer, future, in_process=in_process),
+            obtain=Source(copy, writer, future, in_process=in_process),
             planner=DefaultSavePlanner() if planner is None else our_save_planner(planner),
             use_collectives=use_collectives,
             release=copy.release,
@@ -288,26 +304,6 @@ def async_save(
     return future
 
 
-class _Source:
-    """Where the thread gets what it saves from."""
-
-    def __init__(self, copy: Copy, writer: StorageWriter, future: SaveFuture, *, in_process: bool) -> None:
-        self._copy = copy
-        self._writer = writer
-        self._staged = future.staged
-        self._in_process = in_process
-
-    def __call__(self) -> tuple[dict[str, Any], StorageWriter]:
-        """Wait for the copy, and say that it is complete."""
-        state = self._copy.wait()
-        if not self._staged.done():
-            self._staged.complete(None)
-        if not self._in_process:
-            return state, self._writer
-        staged = self._copy.wait_shared()
-        return staged.state, remote_writer(self._writer, staged)
-
-
 def _skipped(request: Request) -> SaveFuture:
     future = SaveFuture(request, skipped=True)
     future.staged.complete(None)
@@ -323,20 +319,8 @@ def _come_after_earlier_saves(
     planner: SavePlanner | None,
 ) -> None:
     """Wait for those that share something with this one, and raise what nobody has looked at."""
-    roster.wait_for(_claims(checkpoint_id, writer, planner)[1])
+    roster.wait_for(claims_of(checkpoint_id, writer, planner)[1])
     roster.settle(exchange, roster.scope(exchange, group))
-
-
-def _claims(
-    checkpoint_id: str | os.PathLike[str] | None, writer: StorageWriter | None, planner: SavePlanner | None
-) -> tuple[str, frozenset[Hashable]]:
-    """The place of a save in words, and what it has to itself: place, writer and planner keep state."""
-    place: Any = checkpoint_id or getattr(writer, "checkpoint_id", None) or getattr(writer, "path", None)
-    keys: set[Hashable] = {Same(tool) for tool in (writer, planner) if tool is not None}
-    if isinstance(place, str | os.PathLike):
-        place = os.fspath(place)
-        keys.add(("place", place if "://" in str(place) else os.path.realpath(place)))
-    return (f"a {type(writer).__name__}" if place is None else str(place)), frozenset(keys)
 
 
 def _whole_group() -> dist.ProcessGroup | None:

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as torch_checkpoint
 from torch.distributed.checkpoint import default_planner as theirs
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint import planner as torch_planner
+from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 import holdfast as hf
@@ -222,6 +223,15 @@ class FsPath(os.PathLike[str]):
         return self.path
 
 
+@pytest.mark.parametrize(
+    ("place", "words"), [(None, "must be specified"), ("nowhere://bucket/step", "Cannot detect")]
+)
+def test_a_place_that_no_storage_serves_raises_what_torch_raises(place: str | None, words: str) -> None:
+    for call in (hf.save, hf.load, dcp.save, dcp.load):
+        with pytest.raises(RuntimeError, match=words):
+            call({"a": 1}, checkpoint_id=place)
+
+
 def test_no_place_at_all_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="storage_writer"):
         hf.save({"a": 1})
@@ -365,6 +375,40 @@ def test_stateful_objects_are_asked_once_and_given_their_state_once(tmp_path: Pa
     assert loaded.value == 5
 
 
+class Logged:
+    """A Stateful object that tells when it is asked and when it is given its state."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name = name
+        self.log = log
+
+    def state_dict(self) -> dict[str, Any]:
+        self.log.append(f"asked {self.name}")
+        return {"value": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state == {"value": 1}
+        self.log.append(f"given {self.name}")
+
+
+def test_stateful_objects_are_asked_in_one_order_whatever_the_order_of_the_dict(tmp_path: Path) -> None:
+    def state(log: list[str], keys: list[Any]) -> dict[str, Any]:
+        return {
+            "of": {key: Logged(f"of.{key}", log) for key in keys},
+            "a": [Logged("a", log)],
+        }
+
+    asked: list[str] = []
+    hf.save(state(asked, ["y", 3, "x"]), checkpoint_id=tmp_path)
+    assert asked == ["asked a", "asked of.3", "asked of.x", "asked of.y"]
+    for keys in (["x", "y", 3], [3, "y", "x"]):
+        log: list[str] = []
+        loaded = state(log, keys)
+        hf.load(loaded, checkpoint_id=tmp_path)
+        assert log == asked + [line.replace("asked", "given") for line in asked]
+        assert list(loaded["of"]) == keys
+
+
 def test_one_planner_and_one_storage_serve_several_saves_and_loads(tmp_path: Path) -> None:
     planner, loader = hf.DefaultSavePlanner(), hf.DefaultLoadPlanner()
     writer, reader = hf.FileSystemWriter(tmp_path), hf.FileSystemReader(tmp_path)
@@ -432,3 +476,11 @@ def test_enumerations_have_torchs_members_and_values() -> None:
 def test_public_names_are_where_torch_has_them(name: str) -> None:
     assert hasattr(hf, name)
     assert hasattr(dcp, name)
+
+
+def test_the_helpers_of_state_dicts_are_torchs_whatever_their_names() -> None:
+    for name in vars(torch_state_dict):
+        if not name.startswith("__"):
+            assert getattr(hf.state_dict, name) is getattr(torch_state_dict, name)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = hf.state_dict.no_such_name

@@ -233,6 +233,22 @@ def test_a_dtensor_without_memory_is_given_some_or_refused_but_never_left_empty(
         assert error is None or (isinstance(error, PlanError) and "meta device" in str(error))
 
 
+def test_a_dtensor_of_which_a_rank_holds_nothing_does_not_stay_without_memory(tmp_path: Path) -> None:
+    holdfast.save({"weight": torch.arange(2.0)}, checkpoint_id=tmp_path)
+
+    def load(rank: FakeRank) -> None:
+        rows = rank.distribute(torch.arange(2.0), rank.mesh(), [Shard(0)])
+        value = rank.assemble(rows.to_local().to("meta"), rank.mesh(), [Shard(0)], [2])
+        state = {"weight": value, "other": value}
+        planner = holdfast.DefaultLoadPlanner(allow_partial_load=True)
+        rank.load(state, checkpoint_id=tmp_path, planner=planner)
+        assert_holds(state["weight"], rows, "weight")
+        assert state["weight"].to_local().device.type == "cpu"
+        assert state["other"] is value
+
+    FakeRanks(3).run(load)
+
+
 def test_memory_is_made_in_the_layout_of_a_tensor_that_has_none() -> None:
     def make(rank: FakeRank) -> None:
         value = rank.assemble(torch.empty(2, 3, device="meta"), rank.mesh(), [Shard(0)], [4, 3])

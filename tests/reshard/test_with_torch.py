@@ -11,6 +11,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.tensor import Shard
 
+from holdfast import default_planner
+from holdfast.metadata import TensorStorageMetadata
 from holdfast.testing import FakeRank, FakeRanks
 
 pytestmark = [
@@ -143,3 +145,17 @@ def test_the_empty_chunks_that_torch_writes_are_read(tmp_path: Path) -> None:
 
     FakeRanks(4).run(save)
     FakeRanks(5).run(load)
+
+
+def test_a_state_is_described_as_torch_does_also_where_a_rank_has_no_shard() -> None:
+    whole = torch.arange(4.0)
+
+    def describe(rank: FakeRank) -> None:
+        value = rank.sharded_tensor(whole, [[((0,), (4,))], []])
+        for state in ({"t": value}, {"t": value, "plain": torch.ones(2)}):
+            entry = default_planner._create_default_local_metadata(state).state_dict_metadata["t"]
+            assert isinstance(entry, TensorStorageMetadata)
+            assert (entry.size, entry.properties.dtype) == (whole.shape, whole.dtype)
+            assert [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks] == [((0,), (4,))]
+
+    FakeRanks(2).run(describe)

@@ -124,6 +124,14 @@ def test_well_known_types_need_no_leave(value: Any) -> None:
     assert type(arrived) is type(value)
 
 
+def test_a_stream_of_bytes_comes_back_where_it_stood() -> None:
+    stream = io.BytesIO(b"some bytes")
+    stream.seek(5)
+    arrived = round_trip([stream])[0]
+    assert type(arrived) is io.BytesIO
+    assert (arrived.getvalue(), arrived.read()) == (b"some bytes", b"bytes")
+
+
 @dataclasses.dataclass
 class Settings:
     rate: float = 0.1

@@ -6,17 +6,30 @@ from concurrent.futures import Future
 from typing import Any
 
 from holdfast._engine.request import Same
+from holdfast._engine.save_future import SaveFuture
+from holdfast._helper import remote_writer
 from holdfast._staging.stage import Staging
 from holdfast._staging.staged import StagedState
+from holdfast.staging import BlockingAsyncStager
+from holdfast.storage import StorageWriter
 
-__all__ = ["Copy", "is_stager", "stager_keys", "take_copy"]
+__all__ = ["Copy", "Source", "is_stager", "stager_keys", "take_copy"]
 
 _ours: dict[bool, Staging] = {}
 """For callers who bring no stager. Kept for the next save: touching new memory costs more than copying."""
 
 
 def is_stager(candidate: Any) -> bool:
-    """Whether a storage writer stages, too, as torch's own and those written after it do."""
+    """Whether a storage writer stages in a way of its own, as torch's and those written after it do.
+
+    One that only inherits what ``BlockingAsyncStager`` does is served better by the buffers that we keep.
+    """
+    if isinstance(candidate, BlockingAsyncStager) and not candidate.type_check:
+        inherited = ("stage", "synchronize_staging", "should_synchronize_after_execute")
+        return any(
+            inspect.getattr_static(candidate, name) is not inspect.getattr_static(BlockingAsyncStager, name)
+            for name in inherited
+        )
     return all(hasattr(candidate, name) for name in ("stage", "should_synchronize_after_execute"))
 
 
@@ -105,6 +118,26 @@ def take_copy(stager: Any, state: dict[str, Any], *, shared: bool) -> Copy:
     copy = Copy(is_asynchronous=isinstance(staged, Future))
     copy._state = staged  # noqa: SLF001
     return copy
+
+
+class Source:
+    """Where the thread of a save gets what it writes, and what it writes with."""
+
+    def __init__(self, copy: Copy, writer: StorageWriter, future: SaveFuture, *, in_process: bool) -> None:
+        self._copy = copy
+        self._writer = writer
+        self._staged = future.staged
+        self._in_process = in_process
+
+    def __call__(self) -> tuple[dict[str, Any], StorageWriter]:
+        """Wait for the copy, and say that it is complete."""
+        state = self._copy.wait()
+        if not self._staged.done():
+            self._staged.complete(None)
+        if not self._in_process:
+            return state, self._writer
+        staged = self._copy.wait_shared()
+        return staged.state, remote_writer(self._writer, staged)
 
 
 def _our_staging(*, shared: bool) -> Staging:

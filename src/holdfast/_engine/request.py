@@ -1,5 +1,6 @@
 """One save in the background, as others see it: may it go on, how far is it, how did it end."""
 
+import os
 import threading
 import time
 import weakref
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 
 from holdfast.errors import CheckpointError, CheckpointException
 
-__all__ = ["Progress", "Request", "Same", "SaveCancelledError", "is_cancellation"]
+__all__ = ["Progress", "Request", "Same", "SaveCancelledError", "claims_of", "is_cancellation"]
 
 
 class SaveCancelledError(CheckpointError):
@@ -34,6 +35,18 @@ class Same:
 
     def __hash__(self) -> int:
         return id(self._it)
+
+
+def claims_of(
+    checkpoint_id: str | os.PathLike[str] | None, writer: Any, planner: Any
+) -> tuple[str, frozenset[Hashable]]:
+    """The place of a save in words, and what it has to itself: place, writer and planner keep state."""
+    place: Any = checkpoint_id or getattr(writer, "checkpoint_id", None) or getattr(writer, "path", None)
+    keys: set[Hashable] = {Same(tool) for tool in (writer, planner) if tool is not None}
+    if isinstance(place, str | os.PathLike):
+        place = os.fspath(place)
+        keys.add(("place", place if "://" in str(place) else os.path.realpath(place)))
+    return (f"a {type(writer).__name__}" if place is None else str(place)), frozenset(keys)
 
 
 class Progress(NamedTuple):

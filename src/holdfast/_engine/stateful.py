@@ -34,21 +34,31 @@ def open_states(state: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[OpenedSt
     Leaves are shared with the original, and so are containers in which there is nothing to replace.
 
     Returns:
-        The copy, and the objects, inner ones before those that hold them.
+        The copy, and the objects, inner ones before those that hold them, else in the order of their keys
+        as text, which is the same on every rank.
     """
     found: list[OpenedState] = []
     try:
-        opened = {key: _open(value, found) for key, value in state.items()}
+        opened = _open_entries(state, found)
     except RecursionError:
         raise UsageError("the state contains itself, or is nested too deeply to be saved") from None
     return opened, found
+
+
+def _open_entries(entries: Mapping[Any, Any], found: list[OpenedState]) -> dict[Any, Any]:
+    opened = dict(entries.items())
+    # An object may talk to other ranks when it is asked: all ranks ask in one order, whatever their dicts'.
+    may_hold_objects = [key for key, value in opened.items() if not isinstance(value, torch.Tensor)]
+    for key in sorted(may_hold_objects, key=lambda key: (str(key), type(key).__name__)):
+        opened[key] = _open(opened[key], found)
+    return opened
 
 
 def _open(value: Any, found: list[OpenedState]) -> Any:
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, Mapping):
-        entries = {key: _open(entry, found) for key, entry in value.items()}
+        entries = _open_entries(value, found)
         if all(entries[key] is value[key] for key in entries):
             return value
         return OrderedDict(entries) if isinstance(value, OrderedDict) else entries

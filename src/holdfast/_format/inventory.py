@@ -132,7 +132,7 @@ class Inventory:
         }
 
 
-def read_inventory(data: bytes, *, path: str, rank: int | None = None) -> Inventory:
+def read_inventory(data: bytes | bytearray, *, path: str, rank: int | None = None) -> Inventory:
     """Read a metadata file. No code in it runs.
 
     Args:

@@ -4,7 +4,7 @@
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import add, gt, mul, ne
 from typing import Any, NamedTuple
 
@@ -126,8 +126,16 @@ def encode(manifest: Manifest) -> bytes:
     return msgspec.msgpack.encode(manifest)
 
 
-def decode(data: bytes | memoryview, *, path: str) -> Manifest:
+def decode(
+    data: bytes | memoryview, *, path: str, rows_are_sound: Callable[[Manifest], bool] | None = None
+) -> Manifest:
     """Read a manifest and check that it makes sense, so that nobody after this needs to.
+
+    Args:
+        data: The manifest.
+        path: Where it was found, for errors.
+        rows_are_sound: A quicker way than ours to know that no row is bad, given columns of the right
+            lengths without negative numbers. Whatever it does not call sound is looked at here.
 
     Raises:
         MetadataFormatError: It is damaged, or of a newer major version.
@@ -148,7 +156,9 @@ def decode(data: bytes | memoryview, *, path: str) -> Manifest:
         manifest = msgspec.msgpack.decode(data, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _damaged(path, str(error)) from error
-    problem = _find_problem(manifest)
+    problem = _find_bad_table(manifest) or _find_bad_name(manifest)
+    if problem is None and not (rows_are_sound and rows_are_sound(manifest)):
+        problem = _find_bad_reference(manifest) or _find_bad_item(manifest) or find_bad_box(manifest)
     if problem:
         raise _damaged(path, problem)
     return manifest
@@ -162,8 +172,8 @@ def _damaged(path: str, problem: str) -> MetadataFormatError:
     return MetadataFormatError(f"{path} does not describe a checkpoint: {problem}", path=path)
 
 
-def _find_problem(m: Manifest) -> str | None:
-    """The first thing in a manifest that cannot be, or None. Costs a few passes in C over the columns."""
+def _find_bad_table(m: Manifest) -> str | None:
+    """The first thing that cannot be about a manifest as a whole; None if there is nothing."""
     if m.block_size <= 0 or m.world_size < 0:
         return "its block size or world size is not a positive number"
     tensors = m.kinds.count(TENSOR)
@@ -199,7 +209,16 @@ def _find_problem(m: Manifest) -> str | None:
         # The highest byte of a little-endian number holds its sign: a thirtieth of the time of min().
         if typecode == "q" and max(data[7::8], default=0) >= 0x80:
             return f"its column {name} has a negative number"
-    return _find_bad_reference(m) or _find_bad_item(m) or find_bad_box(m)
+    return None
+
+
+def _find_bad_name(m: Manifest) -> str | None:
+    foreign = next((name for name in m.file_names if not is_plain_name(name)), None)
+    if foreign is not None:
+        return f"the file name {foreign!r} leads out of the checkpoint"
+    if len(m.paths) not in (0, len(m.keys)):
+        return "its paths do not match its keys"
+    return None
 
 
 def _find_bad_reference(m: Manifest) -> str | None:
@@ -212,11 +231,6 @@ def _find_bad_reference(m: Manifest) -> str | None:
     blocks = sum(ints(m.item_blocks, "I"))
     if len(m.checksums) != 4 * blocks:
         return f"it has {len(m.checksums)} bytes of checksums, expected {4 * blocks}"
-    for name in m.file_names:
-        if not is_plain_name(name):
-            return f"the file name {name!r} leads out of the checkpoint"
-    if len(m.paths) not in (0, len(m.keys)):
-        return "its paths do not match its keys"
     return None
 
 

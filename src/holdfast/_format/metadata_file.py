@@ -47,7 +47,7 @@ def join(pickle: bytes, manifest: bytes) -> list[bytes]:
     return [pickle, manifest, footer]
 
 
-def split(data: bytes, *, path: str) -> Sections:
+def split(data: bytes | bytearray, *, path: str) -> Sections:
     """Take a file apart and check it.
 
     Raises:

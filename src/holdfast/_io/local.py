@@ -102,17 +102,17 @@ class LocalStore(ByteStore):
         os.set_blocking(fd, True)
         return LocalReader(path, fd, direct=self._direct_reads)
 
-    def replace(self, name: str, data: Buffer, *, durable: bool = True) -> None:
-        """Put ``data`` under ``name`` in one atomic step; see ByteStore."""
+    def replace(self, name: str, *pieces: Buffer, durable: bool = True) -> None:
+        """Put the pieces under ``name`` in one atomic step; see ByteStore."""
         path = self._path(check_name(name))
-        view = byte_view(data)
+        views = [byte_view(piece) for piece in pieces]
         temporary = f"{name}.{os.urandom(8).hex()}{TEMPORARY_SUFFIX}"
         # All names are relative to one open folder: it may be moved meanwhile, and still gets all of it.
         with naming(path), _open_folder(self._folder) as folder:
             fd = os.open(temporary, _NEW, 0o666, dir_fd=folder)
             try:
                 try:
-                    write_fully(fd, [view], 0)
+                    write_fully(fd, views, 0)
                     if durable:
                         flush_to_disk(fd)
                 finally:

@@ -304,8 +304,8 @@ class ByteStore(ABC):
             StorageError: It is not a regular file.
         """
 
-    def read(self, name: str, *, max_bytes: int) -> bytes:
-        """The whole of a small file.
+    def read(self, name: str, *, max_bytes: int) -> bytearray:
+        """The whole of a small file, in memory that is the caller's.
 
         Raises:
             MetadataFormatError: It is larger than ``max_bytes``; no memory was taken.
@@ -322,11 +322,11 @@ class ByteStore(ABC):
                 )
             data = bytearray(file.nbytes)
             file.read_into(0, data)
-        return bytes(data)
+        return data
 
     @abstractmethod
-    def replace(self, name: str, data: Buffer, *, durable: bool = True) -> None:
-        """Put ``data`` under ``name`` in one atomic step: the commit.
+    def replace(self, name: str, *pieces: Buffer, durable: bool = True) -> None:
+        """Put the pieces, one after the other, under ``name`` in one atomic step: the commit.
 
         A reader, and a crash at any instant, finds the old file or the new one, whole. When this
         returns, a durable one is on stable storage under its name. When it raises, the old file is

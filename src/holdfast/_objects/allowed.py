@@ -6,6 +6,7 @@ import datetime as dt
 import decimal
 import fractions
 import functools
+import io
 import pathlib
 import re
 import types
@@ -127,6 +128,8 @@ _MADE_BY: dict[tuple[str, str], Any] = {
     ("builtins", "range"): range,
     ("builtins", "xrange"): range,
     ("builtins", "object"): object,
+    ("_io", "BytesIO"): io.BytesIO,
+    ("io", "BytesIO"): io.BytesIO,
     ("_codecs", "encode"): _encode,
     ("collections", "OrderedDict"): _ordered_dict,
     ("collections", "defaultdict"): _defaultdict,

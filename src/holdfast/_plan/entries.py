@@ -28,6 +28,7 @@ __all__ = [
     "description_of",
     "directory_of",
     "dtypes_of",
+    "numbers_of",
     "properties_in_words",
 ]
 
@@ -117,6 +118,12 @@ def column_of(numbers: torch.Tensor, *, small: bool = False) -> bytes:
     return (
         raw if sys.byteorder == "little" else column(array("I" if small else "q", raw), "I" if small else "q")
     )
+
+
+def numbers_of(column: bytes, *, small: bool = False) -> torch.Tensor:
+    """A column of 64 bits each, or of 32, as a tensor of its own. Only where the machine's order is ours."""
+    dtype = torch.int32 if small else torch.int64
+    return torch.frombuffer(bytearray(column), dtype=dtype) if column else torch.empty(0, dtype=dtype)
 
 
 def boxes_column(sizes: Sequence[Sequence[int]], used: torch.Tensor) -> bytes:

@@ -14,7 +14,7 @@ from holdfast._plan.own_values import HasOwnValues
 from holdfast._plan.read_lines import ReadLines, keys_of
 from holdfast._plan.structure import Container, Path, Slot, flatten, unflatten
 from holdfast._shortcuts import passes_plans_on
-from holdfast._tensors.chunks import find_chunk, is_any_tensor, is_without_memory, with_memory
+from holdfast._tensors.chunks import find_chunk, is_any_tensor, is_without_memory, local_parts, with_memory
 from holdfast.errors import MetadataFormatError, UsageError
 from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planner import LoadPlan, LoadPlanner, ReadItem
@@ -126,13 +126,18 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
         """Each rank reads what it needs."""
         return create_default_global_load_plan(global_plan)
 
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Give memory to tensors on the meta device; nothing has been changed before this."""
-        for key in keys_of(central_plan):
-            value = self.state_dict[key]
-            if is_without_memory(value):
+        planned = set(keys_of(new_plan))
+        stored = () if self.metadata is None else directory_of(self.metadata).numbers
+        for key, value in list(self.state_dict.items()):
+            if not is_without_memory(value):
+                continue
+            # A rank that holds no element of a sharded tensor reads nothing of it.
+            holds_nothing = key in stored and not any(part.numel() for part in local_parts(value))
+            if key in planned or holds_nothing:
                 self.put(key, with_memory(value, _home_device()))
-        return central_plan
+        return new_plan
 
     def put(self, key: str, value: Any) -> None:
         """Replace a value of the state: an object that was loaded, or a tensor that got its memory.

@@ -12,6 +12,7 @@ from holdfast._format.torch_pickle_records import TorchMetadata, TorchStorage, T
 from holdfast._io.blocks import BLOCK_SIZE
 from holdfast._plan.entries import Entries
 from holdfast._plan.structure import Container, Structure
+from holdfast._storage.manifest_rows import rows_are_sound
 from holdfast._storage.metadata_writing import VERSION
 from holdfast._storage.shelf import Places, Shelf
 from holdfast.errors import MetadataFormatError
@@ -20,7 +21,7 @@ from holdfast.metadata import Metadata, StorageMeta
 __all__ = ["load_metadata"]
 
 
-def load_metadata(data: bytes, *, path: str, allow_pickle: bool = False) -> Metadata:
+def load_metadata(data: bytes | bytearray, *, path: str, allow_pickle: bool = False) -> Metadata:
     """Make the metadata of a checkpoint from its ``.metadata`` file.
 
     Raises:
@@ -30,7 +31,7 @@ def load_metadata(data: bytes, *, path: str, allow_pickle: bool = False) -> Meta
     sections = metadata_file.split(data, path=path)
     if sections.manifest is None:
         return _from_torch(read_torch_metadata(sections.pickle, path=path), path)
-    manifest = decode(sections.manifest, path=path)
+    manifest = decode(sections.manifest, path=path, rows_are_sound=rows_are_sound)
     meta = StorageMeta(manifest.checkpoint_id, manifest.save_id or None, None, list(manifest.modules))
     planner_data = _planner_data(manifest, path, allow_pickle=allow_pickle)
     return _metadata(manifest, path, planner_data, meta, VERSION)

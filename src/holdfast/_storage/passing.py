@@ -77,7 +77,7 @@ class PassingStore(ByteStore):
         """Nothing is written here."""
         raise NotImplementedError
 
-    def replace(self, name: str, data: Buffer, *, durable: bool = True) -> None:
+    def replace(self, name: str, *pieces: Buffer, durable: bool = True) -> None:
         """Nothing is written here."""
         raise NotImplementedError
 

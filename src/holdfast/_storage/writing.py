@@ -180,9 +180,9 @@ def commit(
     torch_compatible: bool,
 ) -> None:
     """Make the checkpoint exist: one atomic replace of its metadata file."""
-    content = b"".join(dump_manifest(manifest, metadata, torch_compatible=torch_compatible))
+    pieces = dump_manifest(manifest, metadata, torch_compatible=torch_compatible)
     confirm_commit()
-    store.replace(name, content, durable=durable)
+    store.replace(name, *pieces, durable=durable)
 
 
 def existing_checkpoint(store: ByteStore) -> str | None:
