@@ -8,18 +8,14 @@ import torch
 
 from holdfast._format.description import TENSOR, Directory
 from holdfast._geometry import Box, check_cover
+from holdfast._plan.assignment import Piece, assign
 from holdfast._plan.entries import Entries, description_of, directory_of
-from holdfast._plan.offers import Group, Offers
+from holdfast._plan.offers import Offers
 from holdfast._plan.write_lines import SHARD, Form, WriteColumns, WriteLines, columns_of, is_open
 from holdfast.metadata import Metadata, MetadataIndex
 from holdfast.planner import SavePlan, WriteItem
 
 __all__ = ["assign_writers", "describe", "find_problems", "merge"]
-
-# Below this a piece is not worth a line of its own.
-_SMALLEST_PIECE = 128 * 1024
-# A piece is at most this part of what a rank writes: so the ranks' loads differ by no more than that.
-_PIECES_A_RANK = 16
 
 
 def merge(
@@ -53,12 +49,10 @@ def assign_writers(
     offers = offers or Offers([columns_of(plan) for plan in plans])
     columns = offers.plans
     offers.check()
-    groups = offers.groups()
-    if not groups:
+    shared = offers.shared()
+    if shared is None:
         return plans
-    assignment = _Assignment(offers, groups, may_split=may_split and not lowest_rank)
-    for group in sorted(groups, key=lambda group: group.nbytes, reverse=True):
-        assignment.settle(group, lowest_rank=lowest_rank)
+    assignment = assign(offers, shared, lowest_rank=lowest_rank, may_split=may_split)
     kept = assignment.kept_positions()
     return [
         _with_lines(plan, of_rank, kept[rank], assignment.pieces[rank])
@@ -66,75 +60,11 @@ def assign_writers(
     ]
 
 
-class _Assignment:
-    """Who writes what, while it is being decided."""
-
-    def __init__(self, offers: Offers, groups: list[Group], *, may_split: bool) -> None:
-        self.offers = offers
-        self.ranks = offers.rank.tolist()
-        self.keep = torch.ones(len(self.ranks), dtype=torch.bool)
-        self.keep[[row for group in groups for row in group.rows]] = False
-        self.chosen: list[int] = []
-        nbytes = offers.nbytes()
-        world = len(offers.plans)
-        load = torch.bincount(offers.rank[self.keep], nbytes[self.keep].double(), world)
-        self.load: list[float] = load.tolist()
-        total = sum(self.load) + sum(group.nbytes for group in groups)
-        self.largest = max(_SMALLEST_PIECE, total / world / _PIECES_A_RANK) if may_split else None
-        self.pieces: list[list[tuple[int, torch.Size, torch.Size]]] = [[] for _ in range(world)]
-        self.nbytes = nbytes.tolist()
-
-    def settle(self, group: Group, *, lowest_rank: bool) -> None:
-        rows = [row for row in group.rows if self.nbytes[row] == group.nbytes]
-        if self.largest is not None and group.nbytes > self.largest and len(rows) > 1 and self._split(rows):
-            return
-        chosen = rows[0] if lowest_rank else min(rows, key=lambda row: self.load[self.ranks[row]])
-        self.chosen.append(chosen)
-        self.load[self.ranks[chosen]] += group.nbytes
-
-    def _split(self, rows: list[int]) -> bool:
-        """Give parts of a chunk to the ranks that hold it; False if it cannot be cut."""
-        assert self.largest is not None
-        form = self.offers.forms[int(self.offers.form[rows[0]])]
-        offset = self.offers.offsets[int(self.offers.offset[rows[0]])]
-        count = min(len(rows), int(-(-form.nbytes // self.largest)))
-        dimension = _best_cut(form.lengths, count)
-        if dimension is None or count < 2:
-            return False
-        holders = sorted(rows, key=lambda row: self.load[self.ranks[row]])[:count]
-        length = form.lengths[dimension]
-        cuts = [length * part // count for part in range(count + 1)]
-        for row, begin, end in zip(holders, cuts[:-1], cuts[1:], strict=True):
-            at, lengths = list(offset), list(form.lengths)
-            at[dimension] += begin
-            lengths[dimension] = end - begin
-            rank = self.ranks[row]
-            self.pieces[rank].append((int(self.offers.position[row]), torch.Size(at), torch.Size(lengths)))
-            self.load[rank] += form.nbytes * (end - begin) / length
-        return True
-
-    def kept_positions(self) -> list[list[int]]:
-        """For each rank the lines that stay with it."""
-        self.keep[self.chosen] = True
-        rank, position = self.offers.rank[self.keep], self.offers.position[self.keep]
-        counts = torch.bincount(rank, minlength=len(self.offers.plans)).tolist()
-        return [part.tolist() for part in torch.split(position, counts)]
-
-
-def _best_cut(lengths: torch.Size, count: int) -> int | None:
-    """The dimension to cut into ``count`` parts: the outermost one of which they are about equally large."""
-    for dimension, length in enumerate(lengths):
-        if length >= count and (length % count == 0 or length >= 16 * count):
-            return dimension
-    longest = max(range(len(lengths)), key=lengths.__getitem__, default=None)
-    return longest if longest is not None and lengths[longest] >= count else None
-
-
 def _with_lines(
     plan: SavePlan,
     columns: WriteColumns,
     kept: list[int],
-    pieces: list[tuple[int, torch.Size, torch.Size]],
+    pieces: list[Piece],
 ) -> SavePlan:
     if len(kept) == len(columns) and not pieces:
         return plan

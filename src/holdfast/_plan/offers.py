@@ -5,7 +5,7 @@ A million offers are sorted and compared as tensors of numbers; none of them bec
 
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,19 +15,41 @@ from holdfast._plan.entries import boxes_column, properties_in_words
 from holdfast._plan.write_lines import SHARD, Form, WriteColumns
 from holdfast.errors import InvalidPlanError
 
-__all__ = ["Group", "Offers"]
+__all__ = ["Offers", "Shared"]
 
 
-class Group(NamedTuple):
-    """Offers of the same chunk, or of the same object.
+class Shared(NamedTuple):
+    """The chunks and objects that several ranks offer, thing by thing.
 
     Attributes:
-        rows: Their rows in the table, in the order of ranks.
+        rows: The rows of the table that offer them, those of one thing after the other in the order of ranks.
+            At the end are empty shards that stand at the place of one that is not, and belong to no thing.
+        begins: Where the rows of each thing begin.
+        counts: How many they are.
         nbytes: How much each of them would write.
     """
 
-    rows: list[int]
-    nbytes: int
+    rows: torch.Tensor
+    begins: torch.Tensor
+    counts: torch.Tensor
+    nbytes: torch.Tensor
+
+    def by_holders(self, things: torch.Tensor, rank: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The things in portions that the same ranks hold, those of few ranks first.
+
+        Args:
+            things: Which ones; they keep their order within a portion.
+            rank: For each row of the table its rank.
+        """
+        counts, world = self.counts[things], int(rank.max()) + 1
+        for count in torch.unique(counts).tolist():
+            of_count = things[counts == count]
+            ranks = rank[self.rows[self.begins[of_count, None] + torch.arange(count)]]
+            same = torch.zeros(len(of_count), dtype=torch.int64)
+            for holder in ranks.unbind(1):
+                _, same = torch.unique(same * world + holder, return_inverse=True)
+            order = torch.argsort(same, stable=True)
+            yield from torch.split(of_count[order], torch.bincount(same).tolist())
 
 
 class Offers:
@@ -111,26 +133,30 @@ class Offers:
             key=key,
         )
 
-    def groups(self) -> list[Group]:
-        """The chunks and objects that several rows offer, each with its rows."""
+    def shared(self) -> Shared | None:
+        """What several rows offer; None if nothing is.
+
+        Raises:
+            InvalidPlanError: Ranks offer different chunks at one place.
+        """
         starts = torch.ones(len(self._name), dtype=torch.bool)
         starts[1:] = self._name[1:] != self._name[:-1]
         if bool(starts.all()):
-            return []
-        begins = starts.nonzero().flatten()
-        ends = torch.cat([begins[1:], torch.tensor([len(self._name)])])
-        group = torch.cumsum(starts, 0) - 1
+            return None
+        thing = torch.cumsum(starts, 0) - 1
+        count = int(thing[-1]) + 1
         sizes = self.nbytes()[self._order]
         # Empty shards may stand at the place of one that is not.
-        largest = torch.zeros(len(begins), dtype=torch.int64).scatter_reduce_(0, group, sizes, "amax")
-        wrong = (sizes != largest[group]) & (sizes != 0) & (self.form[self._order] >= 0)
+        largest = torch.zeros(count, dtype=torch.int64).scatter_reduce_(0, thing, sizes, "amax")
+        is_full = sizes == largest[thing]
+        wrong = ~is_full & (sizes != 0) & (self.form[self._order] >= 0)
         if bool(wrong.any()):
-            at = int(group[wrong.nonzero()[0]])
-            self._refuse_sizes(self._order[int(begins[at]) : int(ends[at])].tolist())
-        shared = ends - begins > 1
-        order = self._order.tolist()
-        found = zip(*(column[shared].tolist() for column in (begins, ends, largest)), strict=True)
-        return [Group(order[begin:end], nbytes) for begin, end, nbytes in found]
+            self._refuse_sizes(self._order[thing == thing[wrong.nonzero()[0]]].tolist())
+        is_shared = (torch.bincount(thing) > 1)[thing]
+        full, empty = is_shared & is_full, is_shared & ~is_full
+        things, counts = torch.unique_consecutive(thing[full], return_counts=True)
+        rows = torch.cat([self._order[full], self._order[empty]])
+        return Shared(rows, torch.cumsum(counts, 0) - counts, counts, largest[things])
 
     def _refuse_sizes(self, rows: list[int]) -> None:
         key = self.keys[int(self.key[rows[0]])]

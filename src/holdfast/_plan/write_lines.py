@@ -86,11 +86,11 @@ class WriteColumns:
     def take(self, numbers: Sequence[int]) -> "WriteColumns":
         """Some of the lines."""
         taken = WriteColumns()
-        taken.keys = [self.keys[n] for n in numbers]
-        taken.kinds = bytearray(self.kinds[n] for n in numbers)
-        taken.form = array("i", [self.form[n] for n in numbers])
-        taken.offset = array("i", [self.offset[n] for n in numbers])
-        taken.hints = array("i", [self.hints[n] for n in numbers])
+        taken.keys = list(map(self.keys.__getitem__, numbers))
+        taken.kinds = bytearray(map(self.kinds.__getitem__, numbers))
+        taken.form = array("i", map(self.form.__getitem__, numbers))
+        taken.offset = array("i", map(self.offset.__getitem__, numbers))
+        taken.hints = array("i", map(self.hints.__getitem__, numbers))
         taken.forms, taken.offsets = self.forms, self.offsets
         if self.nbytes:
             taken.nbytes = {at: self.nbytes[n] for at, n in enumerate(numbers) if n in self.nbytes}
