@@ -22,10 +22,17 @@ class SkippedError(Exception):
 
 @dataclass(frozen=True)
 class Goal:
-    """What holdfast should reach: so many times as good as torch, or at most so much. One of the two."""
+    """What holdfast should reach: so many times as good as torch, or at most so much. One of the two.
+
+    Attributes:
+        times: So many times, comparing the best rounds.
+        at_most: So much, in every round.
+        typically: At most so much in half of the rounds: for what the machine's own moods change as much.
+    """
 
     times: float | None = None
     at_most: float | None = None
+    typically: bool = False
 
 
 @dataclass(frozen=True)

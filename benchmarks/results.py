@@ -65,8 +65,8 @@ def _is_met(goal: Goal | None, ours: Spread, ratio: float | None) -> bool | None
     if goal is None:
         return None
     if goal.at_most is not None:
-        # A bound on memory or bytes must hold in every round, not in the best one.
-        return ours.max <= goal.at_most
+        # A bound on memory or bytes must hold in every round, not in the best one or a usual one.
+        return (ours.median if goal.typically else ours.max) <= goal.at_most
     return ratio is not None and ratio >= (goal.times or 0)
 
 

@@ -78,6 +78,7 @@ def _goal(goal: Goal | None, unit: str, met: bool | None) -> str:
         wanted = f"{goal.times:g}x"
     else:
         wanted = f"at most {goal.at_most:g} {'' if '/' in unit else unit}".strip()
+        wanted += " in half of the rounds" if goal.typically else ""
     return f"{wanted}: {'reached' if met else '**missed**'}"
 
 
