@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from holdfast._format.typed_key import TypedKey
+from holdfast._plan.alike import pack, unpack
 from holdfast.errors import UsageError
 
 __all__ = ["Container", "Path", "Slot", "Structure", "flatten", "true_key", "unflatten"]
@@ -50,6 +51,9 @@ class Structure(dict[str, Path]):
         joined.containers = {**self.containers, **getattr(other, "containers", {})}
         return joined
 
+    def __reduce__(self) -> Any:
+        return _structure_as_received, (pack(dict(self)), self.containers)
+
     def merge(self, other: Mapping[str, Path]) -> None:
         """Add another rank's paths; for a key that both have, this one's stays."""
         # Ranks that hold shards of the same tensors have the same keys.
@@ -58,6 +62,12 @@ class Structure(dict[str, Path]):
                 self.setdefault(key, path)
         for where, kind in getattr(other, "containers", {}).items():
             self.containers.setdefault(where, kind)
+
+
+def _structure_as_received(paths: bytes, containers: dict[Path, Container]) -> Structure:
+    made = Structure(unpack(paths))
+    made.containers = containers
+    return made
 
 
 def flatten(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast._deferred import DeferredList
+from holdfast._plan.alike import pack, unpack
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from holdfast.planner import BytesIOWriteData, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
@@ -126,6 +127,43 @@ class WriteColumns:
         return all(getattr(self, name) == getattr(other, name) for name in self.__slots__)
 
     __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> Any:
+        # Tuples: a torch.Size takes several times as long to pickle.
+        offsets = [None if offset is None else tuple(offset) for offset in self.offsets]
+        lines = (self.kinds, self.form, self.offset, self.hints)
+        return _as_received, (pack(self.keys), pack(_Forms(self.forms)), lines, offsets, self.nbytes)
+
+
+class _Forms:
+    """Forms on their way."""
+
+    def __init__(self, forms: Iterable[Form]) -> None:
+        self.forms = list(forms)
+
+    def __reduce__(self) -> Any:
+        parts = [(properties, tuple(size), tuple(lengths)) for properties, size, lengths in self.forms]
+        return _make_forms, (parts,)
+
+
+def _make_forms(parts: list[tuple[Any, tuple[int, ...], tuple[int, ...]]]) -> list[Form]:
+    size = torch.Size
+    return [Form(properties, size(whole), size(lengths)) for properties, whole, lengths in parts]
+
+
+def _as_received(
+    keys: bytes,
+    forms: bytes,
+    lines: tuple[bytearray, "array[int]", "array[int]", "array[int]"],
+    offsets: list[tuple[int, ...] | None],
+    nbytes: dict[int, int],
+) -> WriteColumns:
+    made = WriteColumns()
+    made.keys, made.forms = list(unpack(keys)), list(unpack(forms))
+    made.kinds, made.form, made.offset, made.hints = lines
+    made.offsets = [None if offset is None else torch.Size(offset) for offset in offsets]
+    made.nbytes = nbytes
+    return made
 
 
 class WriteLines(DeferredList[WriteItem]):

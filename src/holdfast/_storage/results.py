@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from holdfast._deferred import DeferredList
+from holdfast._plan.alike import pack, unpack
+from holdfast._plan.entries import column_of
 from holdfast._storage.record import StorageInfo
 from holdfast.metadata import MetadataIndex
 from holdfast.storage import WriteResult
@@ -131,17 +133,21 @@ class ResultColumns:
             yield WriteResult(index, nbytes, place)
 
     def __reduce__(self) -> Any:
-        numbers = array("q")
-        for row in self.numbers:
-            numbers.extend(row.tolist())
-        return ResultColumns, (
-            self.keys,
-            numbers.tobytes(),
-            self.checksums,
-            self.offsets,
-            self.files,
-            self.descriptors,
-        )
+        offsets = [None if offset is None else tuple(offset) for offset in self.offsets]
+        rest = (column_of(self.numbers), self.checksums, offsets, self.files, self.descriptors)
+        return _as_received, (pack(self.keys), *rest)
+
+
+def _as_received(
+    keys: bytes,
+    numbers: bytes,
+    checksums: bytes,
+    offsets: list[tuple[int, ...] | None],
+    files: list[str],
+    descriptors: tuple[str, ...] | None,
+) -> ResultColumns:
+    sizes = [None if offset is None else torch.Size(offset) for offset in offsets]
+    return ResultColumns(list(unpack(keys)), numbers, checksums, sizes, files, descriptors)
 
 
 class Results(DeferredList[WriteResult]):
