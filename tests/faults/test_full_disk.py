@@ -25,6 +25,7 @@ from tests.faults.support import (
 import holdfast as hf
 from holdfast.extension import ZStandard
 from holdfast.filesystem import FileSystemWriter
+from holdfast.state_dict_saver import AsyncCheckpointerType
 
 WRITERS: dict[str, dict[str, Any]] = {
     "1 thread": {},
@@ -189,3 +190,22 @@ def test_after_a_failed_save_the_disk_has_as_much_space_as_before(small_disk: Pa
     with pytest.raises(OSError):
         hf.save(_state(2, 6), storage_writer=FileSystemWriter(folder, single_file_per_rank=False))
     assert shutil.disk_usage(small_disk).free == free
+
+
+@pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+def test_a_full_disk_in_the_background_is_told_by_the_future_and_loses_nothing(
+    small_disk: Path, kind: str
+) -> None:
+    folder = small_disk / "checkpoint"
+    by = AsyncCheckpointerType(kind)
+    hf.save(_state(1, 1), checkpoint_id=folder)
+    before, free = contents(folder), shutil.disk_usage(small_disk).free
+    failing: Any = hf.async_save(_state(2, 6), checkpoint_id=folder, async_checkpointer_type=by)
+    with pytest.raises(OSError) as caught:
+        failing.result()
+    assert caught.value.errno == errno.ENOSPC
+    _assert_names_a_file(caught.value, folder)
+    assert contents(folder) == before
+    assert shutil.disk_usage(small_disk).free == free
+    hf.async_save(_state(3, 1), checkpoint_id=folder, async_checkpointer_type=by).result()  # type: ignore[union-attr]
+    assert same(load(folder, _state(9, 1)), _state(3, 1))
