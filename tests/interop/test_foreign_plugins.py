@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from torch.distributed.checkpoint import default_planner as torch_planners
+from torch.distributed.checkpoint import filesystem as torch_filesystem
+from torch.distributed.checkpoint import format_utils
 from torch.distributed.checkpoint import metadata as torch_metadata
 
 import holdfast as hf
@@ -255,3 +258,46 @@ def test_records_of_both_sides_have_the_same_fields() -> None:
     for name in ("ChunkStorageMetadata", "TensorProperties", "Metadata", "MetadataIndex", "StorageMeta"):
         ours, theirs = getattr(our_metadata, name), getattr(torch_metadata, name)
         assert [f.name for f in dataclasses.fields(ours)] == [f.name for f in dataclasses.fields(theirs)]
+
+
+class OldWriter(torch_filesystem.FileSystemWriter):
+    """From before ranks were told to storages."""
+
+    def set_up_storage_writer(self, is_coordinator: bool) -> None:
+        super().set_up_storage_writer(is_coordinator)
+
+
+class OldReader(torch_filesystem.FileSystemReader):
+    """The same."""
+
+    def read_metadata(self) -> Any:
+        return super().read_metadata()
+
+    def set_up_storage_reader(self, metadata: Any, is_coordinator: bool) -> None:
+        super().set_up_storage_reader(metadata, is_coordinator)
+
+
+def test_storages_written_for_torch_before_keyword_arguments_work(tmp_path: Path) -> None:
+    writer: Any = OldWriter(tmp_path / "c")
+    hf.save({"t": torch.ones(2)}, storage_writer=writer)
+    state = {"t": torch.zeros(2)}
+    reader: Any = OldReader(tmp_path / "c")
+    hf.load(state, storage_reader=reader)
+    assert state["t"].tolist() == [1, 1]
+    with pytest.raises(FileNotFoundError):
+        hf.load(state, storage_reader=reader, checkpoint_id=tmp_path / "nowhere")
+
+
+@pytest.mark.filterwarnings("ignore:`_get_pg_default_device` will be deprecated")
+def test_torchs_storage_gets_torchs_planner_itself(tmp_path: Path) -> None:
+    """Such as torch's reader of torch.save files, which looks at the state of the planner that it knows."""
+    torch.save({"t": torch.ones(2)}, tmp_path / "plain.pt")
+    state = {"t": torch.zeros(2)}
+    reader: Any = format_utils.BroadcastingTorchSaveReader()
+    planner: Any = format_utils.DynamicMetaLoadPlanner()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        hf.load(state, storage_reader=reader, planner=planner, checkpoint_id=tmp_path / "plain.pt")
+    finally:
+        dist.destroy_process_group()
+    assert state["t"].tolist() == [1, 1]

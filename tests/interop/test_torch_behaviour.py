@@ -484,3 +484,17 @@ def test_the_helpers_of_state_dicts_are_torchs_whatever_their_names() -> None:
             assert getattr(hf.state_dict, name) is getattr(torch_state_dict, name)
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = hf.state_dict.no_such_name
+
+
+def test_a_mapping_of_the_callers_own_is_told_what_was_loaded(tmp_path: Path) -> None:
+    class Noting(dict[str, Any]):
+        def __setitem__(self, key: str, value: Any) -> None:
+            set_again.append(key)
+            super().__setitem__(key, value)
+
+    set_again: list[str] = []
+    hf.save({"tensor": torch.ones(2), "number": 1, "object": Element(5)}, checkpoint_id=tmp_path)
+    for load in (hf.load, dcp.load):
+        set_again.clear()
+        load(Noting(tensor=torch.zeros(2), number=1, object=Element(0)), checkpoint_id=tmp_path)
+        assert set(set_again) == {"tensor", "number"}

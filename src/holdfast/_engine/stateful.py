@@ -81,6 +81,11 @@ def return_states(original: dict[Any, Any], opened: dict[Any, Any], found: list[
             _put_all_back(inner.state, inner.opened, states)
         inner.owner.load_state_dict(inner.state)
     _put_all_back(original, opened, states)
+    if type(original) not in (dict, OrderedDict):
+        # A mapping of the caller's may want to know what was loaded: torch tells it so.
+        owners = {id(inner.owner) for inner in found}
+        for key in [key for key, value in original.items() if id(value) not in owners]:
+            original[key] = original[key]
 
 
 def _put_all_back(original: Any, opened: Any, states: set[int]) -> None:

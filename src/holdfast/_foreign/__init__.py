@@ -1,0 +1,19 @@
+"""The door between us and torch's checkpoint package: plugins of either side work with the other."""
+
+from holdfast._foreign.plugins import (
+    our_load_planner,
+    our_save_planner,
+    our_storage_reader,
+    our_storage_writer,
+)
+from holdfast._foreign.records import called_by_torch, to_ours, to_torch
+
+__all__ = [
+    "called_by_torch",
+    "our_load_planner",
+    "our_save_planner",
+    "our_storage_reader",
+    "our_storage_writer",
+    "to_ours",
+    "to_torch",
+]

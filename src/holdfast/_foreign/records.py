@@ -1,0 +1,131 @@
+"""Our records as torch's, and torch's as ours.
+
+torch's checkpoint package is never imported from here. Whoever hands us one of its objects has imported it,
+and only then its classes are looked up.
+"""
+
+import dataclasses
+import enum
+import functools
+import sys
+from types import ModuleType
+from typing import Any
+
+from holdfast import metadata as our_metadata_module
+from holdfast import planner as our_planner_module
+from holdfast import storage as our_storage_module
+from holdfast._deferred import DeferredDict, DeferredList
+from holdfast._format.typed_key import TypedKey
+
+__all__ = ["called_by_torch", "in_plain_types", "is_torchs", "to_ours", "to_torch"]
+
+_PACKAGE = "torch.distributed.checkpoint"
+_RECORDS = {
+    "metadata": [
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "StorageMeta",
+        "Metadata",
+        "MetadataIndex",
+    ],
+    "planner": [
+        "WriteItemType",
+        "LoadItemType",
+        "BytesIOWriteData",
+        "TensorWriteData",
+        "WriteItem",
+        "ReadItem",
+        "SavePlan",
+        "LoadPlan",
+    ],
+    "storage": ["WriteResult"],
+}
+_OURS: dict[str, ModuleType] = {
+    "metadata": our_metadata_module,
+    "planner": our_planner_module,
+    "storage": our_storage_module,
+}
+
+
+def _torch_class(module: str, name: str) -> type | None:
+    loaded = sys.modules.get(f"{_PACKAGE}.{module}")
+    return getattr(loaded, name, None)
+
+
+@functools.cache
+def _tables(_: bool) -> tuple[dict[type, type], dict[type, type]]:
+    """Our class for each of torch's, and torch's for each of ours."""
+    ours: dict[type, type] = {}
+    for module, names in _RECORDS.items():
+        for name in names:
+            theirs = _torch_class(module, name)
+            if theirs is not None:
+                ours[theirs] = getattr(_OURS[module], name)
+    return ours, {mine: theirs for theirs, mine in ours.items()}
+
+
+def _current_tables() -> tuple[dict[type, type], dict[type, type]]:
+    return _tables(_torch_class("storage", "WriteResult") is not None)
+
+
+def to_ours(value: Any) -> Any:
+    """A record of torch's, with all records in it, as ours. Anything else comes back as it is."""
+    return _convert(value, _current_tables()[0])
+
+
+def to_torch(value: Any) -> Any:
+    """A record of ours, with all records in it, as torch's."""
+    return _convert(value, _current_tables()[1], opening=True)
+
+
+def _convert(value: Any, table: dict[type, type], *, opening: bool = False) -> Any:
+    """Replace records by those of the other side; what only we defer is ours already, unless ``opening``."""
+    kind = type(value)
+    if kind is list or (opening and isinstance(value, DeferredList)):
+        return [_convert(entry, table, opening=opening) for entry in value]
+    if kind is dict or (opening and isinstance(value, DeferredDict)):
+        return {
+            _convert(key, table, opening=opening): _convert(entry, table, opening=opening)
+            for key, entry in value.items()
+        }
+    made = table.get(kind)
+    if made is None:
+        return value
+    if issubclass(kind, enum.Enum):
+        return made[value.name]  # type: ignore[index]
+    fields = {
+        field.name: _convert(getattr(value, field.name), table, opening=opening)
+        for field in dataclasses.fields(value)
+    }
+    return made(**fields)
+
+
+def in_plain_types(planner_data: Any) -> Any:
+    """Planner data in plain types: in torch's paths the keys of dicts are strings."""
+    if not isinstance(planner_data, dict):
+        return planner_data
+    return {
+        key: tuple(str(step) if isinstance(step, TypedKey) else step for step in path)
+        if type(path) is tuple
+        else path
+        for key, path in planner_data.items()
+    }
+
+
+def called_by_torch(asking: object) -> bool:
+    """Whether a method of ``asking`` was called by torch's checkpoint package, which wants its own records.
+
+    Overriding methods of a subclass may stand in between.
+    """
+    frame = sys._getframe(1)  # noqa: SLF001
+    while frame.f_back is not None and frame.f_locals.get("self") is asking:
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", "")).startswith(_PACKAGE)
+
+
+def is_torchs(value: Any, module: str, name: str) -> bool:
+    """Whether a value is an instance of torch's class of that name."""
+    theirs = _torch_class(module, name)
+    return theirs is not None and isinstance(value, theirs)
