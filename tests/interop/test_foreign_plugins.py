@@ -288,7 +288,7 @@ def test_storages_written_for_torch_before_keyword_arguments_work(tmp_path: Path
         hf.load(state, storage_reader=reader, checkpoint_id=tmp_path / "nowhere")
 
 
-@pytest.mark.filterwarnings("ignore:`_get_pg_default_device` will be deprecated")
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_torchs_storage_gets_torchs_planner_itself(tmp_path: Path) -> None:
     """Such as torch's reader of torch.save files, which looks at the state of the planner that it knows."""
     torch.save({"t": torch.ones(2)}, tmp_path / "plain.pt")
