@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import metadata as torch_metadata
 
 import holdfast as hf
 from holdfast import metadata as our_metadata
+from holdfast._foreign import to_torch
 
 # Its types say that it exports nothing.
 dcp: Any = torch_checkpoint
@@ -301,3 +302,26 @@ def test_torchs_storage_gets_torchs_planner_itself(tmp_path: Path) -> None:
     finally:
         dist.destroy_process_group()
     assert state["t"].tolist() == [1, 1]
+
+
+def test_a_planner_that_builds_the_state_does_not_ask_a_strangers_storage_for_its_places(
+    tmp_path: Path,
+) -> None:
+    class Stranger(hf.FileSystemReader):
+        """Keeps numbers for places, and metadata in the records of torch's that it once wrote."""
+
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            self.ours = super().read_metadata(*args, **kwargs)
+            theirs: Any = to_torch(self.ours)
+            theirs.storage_data = dict.fromkeys(theirs.storage_data, 7)
+            return theirs
+
+        def set_up_storage_reader(self, metadata: Any, *args: Any, **kwargs: Any) -> None:
+            assert isinstance(metadata, our_metadata.Metadata)
+            super().set_up_storage_reader(self.ours, *args, **kwargs)
+
+    hf.save({"t": torch.ones(2), "n": 3}, checkpoint_id=tmp_path)
+    state: dict[str, Any] = {}
+    hf.load(state, storage_reader=Stranger(tmp_path), planner=hf.default_planner.EmptyStateDictLoadPlanner())
+    assert state["t"].tolist() == [1, 1]
+    assert state["n"] == 3

@@ -148,3 +148,32 @@ def test_every_rank_gets_the_metadata_of_a_large_checkpoint_when_it_looks(tmp_pa
     assert results[0] == results[1]
     assert results[0][0] == 20_001
     assert results[0][2]
+
+
+def test_replicas_of_a_dtensor_that_differ_raise_with_the_chunk_and_its_ranks(tmp_path: Path) -> None:
+    def save(rank: FakeRank, wrong: int | None) -> None:
+        mesh = rank.mesh(2, 2)
+        rows = torch.arange(8.0).view(4, 2)[2 * (rank.rank % 2) :][:2].clone()
+        rows[0, 0] += 1 if rank.rank == wrong else 0
+        state = {
+            "w": rank.assemble(rows, mesh, [Replicate(), Shard(0)], [4, 2]),
+            "r": rank.assemble(torch.ones(2), mesh, [Replicate(), Replicate()], [2]),
+        }
+        rank.save(state, checkpoint_id=tmp_path)
+
+    FakeRanks(4).run(lambda rank: save(rank, None))
+    for error in FakeRanks(4).attempt(lambda rank: save(rank, 3)):
+        assert isinstance(error, PlanError)
+        assert "w[2:4, 0:2]: ranks 1 and 3 have different values" in str(error)
+        assert "r[" not in str(error)
+
+
+def test_running_statistics_that_differ_are_explained(tmp_path: Path) -> None:
+    def save(rank: FakeRank) -> None:
+        model = torch.nn.BatchNorm1d(2)
+        model(torch.full((3, 2), float(rank.rank)))
+        rank.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
+
+    for error in FakeRanks(2).attempt(save):
+        assert "model.running_mean" in str(error)
+        assert "broadcast the buffers" in str(error)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast._engine.per_rank import LoadByRank
+from holdfast._foreign import to_ours
 from holdfast._ranks.exchange import Exchange
 from holdfast._shortcuts import can_read_together, is_alike_everywhere, leaves_plans_alone
 from holdfast.metadata import Metadata
@@ -80,7 +81,7 @@ def _read_shared_metadata(reader: StorageReader, exchange: Exchange) -> Metadata
 
     def read() -> Metadata | None:
         try:
-            return reader.read_metadata()
+            return _as_ours(reader.read_metadata())
         except FileNotFoundError:
             if not _takes_keywords(reader.read_metadata):
                 raise
@@ -98,12 +99,18 @@ def _read_shared_metadata(reader: StorageReader, exchange: Exchange) -> Metadata
 def _read_own_metadata(reader: StorageReader, exchange: Exchange) -> Metadata:
     """What ranks wrote each for itself, as this rank may load it."""
     try:
-        return reader.read_metadata(rank=exchange.rank, world_size=exchange.world_size)
+        return _as_ours(reader.read_metadata(rank=exchange.rank, world_size=exchange.world_size))
     except FileNotFoundError as error:
         if getattr(error, "path", None) is None:
             # Neither is there: say what is missing of the usual kind.
-            return reader.read_metadata()
+            return _as_ours(reader.read_metadata())
         raise
+
+
+def _as_ours(metadata: Metadata) -> Metadata:
+    """A reader of our kind may have unpickled what it wrote when it was one of torch's."""
+    ours: Metadata = to_ours(metadata)
+    return ours
 
 
 def _takes_keywords(method: Callable[..., Any]) -> bool:

@@ -1,24 +1,29 @@
 """Whether ranks that save a value under one key save the same value.
 
-Each rank sends one fingerprint of all its values that are not sharded. Only where these differ, the single
-fingerprints are compared: ranks may have other keys, as the stages of a pipeline do, or other values.
+Each rank sends one fingerprint of all its values that are not sharded, and one of all chunks that it holds
+together with certain other ranks. Only where these differ, the single fingerprints are compared: ranks may
+have other keys, as the stages of a pipeline do, or other values.
 """
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from holdfast._ranks.exchange import Exchange
 from holdfast.errors import PlanError
 
-__all__ = ["Replicas"]
+__all__ = ["Holders", "Replicas", "differ"]
 
 _MOST_NAMED = 10
+_BUFFERS_OF_BATCH_NORM = ("running_mean", "running_var")
+
+Holders = tuple[int, ...] | None
+"""The ranks that should have the same; None for all."""
 
 
 class Replicas:
-    """This rank's values that are not sharded, as fingerprints, for one save.
+    """This rank's values that others have too, as fingerprints, for one save.
 
     Args:
         planner: The planner; one that has no ``fingerprints`` is not asked, and nothing is compared.
@@ -27,19 +32,16 @@ class Replicas:
 
     def __init__(self, planner: Any, exchange: Exchange) -> None:
         self.exchange = exchange
-        self._ask: Callable[[], Mapping[str, bytes]] | None = getattr(planner, "fingerprints", None)
-        self._marks: Mapping[str, bytes] = {}
+        self._ask: Callable[[], Mapping[Holders, Mapping[str, bytes]]] | None
+        self._ask = getattr(planner, "fingerprints", None)
+        self._marks: Mapping[Holders, Mapping[str, bytes]] = {}
 
-    def together(self) -> bytes | None:
-        """One fingerprint of them all; None if this rank is alone, or its planner does not tell."""
+    def together(self) -> dict[Holders, bytes]:
+        """One fingerprint for all that certain ranks hold; nothing if this rank is alone, or is not told."""
         if self._ask is None or self.exchange.world_size == 1:
-            return None
+            return {}
         self._marks = self._ask()
-        joined = hashlib.blake2b(digest_size=16)
-        for key in sorted(self._marks):
-            name = key.encode("utf-8", "surrogatepass")
-            joined.update(len(name).to_bytes(4, "little") + name + self._marks[key])
-        return joined.digest()
+        return {holders: _joined(marks) for holders, marks in self._marks.items()}
 
     def compare(self) -> None:
         """Compare value by value; on every rank, if the fingerprints of all together differ.
@@ -47,7 +49,27 @@ class Replicas:
         Raises:
             CheckpointException: Ranks have different values under one key; also a PlanError.
         """
-        self.exchange.agree("compare replicas", lambda: dict(self._marks), _refuse_differences)
+        self.exchange.agree(
+            "compare replicas",
+            lambda: {name: mark for marks in self._marks.values() for name, mark in marks.items()},
+            _refuse_differences,
+        )
+
+
+def differ(marks: Iterable[Mapping[Holders, bytes]]) -> bool:
+    """Whether ranks that should have the same do not, or not under the same keys."""
+    first: dict[Holders, bytes] = {}
+    return any(
+        first.setdefault(holders, mark) != mark for of_rank in marks for holders, mark in of_rank.items()
+    )
+
+
+def _joined(marks: Mapping[str, bytes]) -> bytes:
+    joined = hashlib.blake2b(digest_size=16)
+    for key in sorted(marks):
+        name = key.encode("utf-8", "surrogatepass")
+        joined.update(len(name).to_bytes(4, "little") + name + marks[key])
+    return joined.digest()
 
 
 def _refuse_differences(ranks: Sequence[Mapping[str, bytes]]) -> None:
@@ -68,9 +90,16 @@ def _refuse_differences(ranks: Sequence[Mapping[str, bytes]]) -> None:
         "ranks save different values under one key, and only one could be kept:\n  "
         + "\n  ".join(lines)
         + "\nSave one value per rank with PerRank(value), give each rank a key of its own, or make them "
-        "equal first. check_replicas=False keeps any one of them.",
+        "equal first. check_replicas=False keeps any one of them."
+        + (_HINT if any(key.rpartition(".")[2] in _BUFFERS_OF_BATCH_NORM for key in different) else ""),
         key=next(iter(different)),
     )
+
+
+_HINT = (
+    " The running statistics of BatchNorm differ wherever each rank sees data of its own: broadcast the "
+    "buffers of one rank before the save (DDP does so before its next forward pass), or use SyncBatchNorm."
+)
 
 
 def _some(ranks: list[int]) -> str:

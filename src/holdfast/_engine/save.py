@@ -5,7 +5,7 @@ from typing import Any
 
 from holdfast._engine.account import check_counts, check_results
 from holdfast._engine.per_rank import split_by_rank
-from holdfast._engine.replicas import Replicas
+from holdfast._engine.replicas import Holders, Replicas, differ
 from holdfast._ranks.exchange import Exchange
 from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan, SavePlanner
@@ -51,7 +51,7 @@ def _run(
     planned: list[SavePlan] = []
     replicas = Replicas(planner, exchange)
 
-    def offer() -> tuple[SavePlan, bytes | None]:
+    def offer() -> tuple[SavePlan, dict[Holders, bytes]]:
         planner.set_up_planner(
             state_dict=split_by_rank(state_dict, planner, rank=exchange.rank, world_size=exchange.group_size),
             storage_meta=writer.storage_meta(),
@@ -60,12 +60,12 @@ def _run(
         _set_up(writer, exchange, use_collectives)
         return writer.prepare_local_plan(planner.create_local_plan()), replicas.together()
 
-    def merge(offers: list[tuple[SavePlan, bytes | None]]) -> list[tuple[SavePlan, bool]]:
+    def merge(offers: list[tuple[SavePlan, dict[Holders, bytes]]]) -> list[tuple[SavePlan, bool]]:
         nonlocal metadata, planned
         plans, metadata = planner.create_global_plan([plan for plan, _ in offers])
         planned = writer.prepare_global_plan(plans)
-        differ = len({mark for _, mark in offers}) > 1
-        return [(plan, differ) for plan in planned]
+        values_differ = differ(marks for _, marks in offers)
+        return [(plan, values_differ) for plan in planned]
 
     plan, values_differ = exchange.decide("plan", offer, merge)
     if values_differ:

@@ -188,9 +188,13 @@ def _memory_for(key: str, entry: TensorStorageMetadata, places: Any) -> torch.Te
     """Memory for a whole tensor, unless what is stored of it is too little to fill it."""
     nbytes = entry.size.numel() * entry.properties.dtype.itemsize
     found = [
-        places[index] for chunk in entry.chunks if (index := MetadataIndex(key, chunk.offsets)) in places
+        places[index]
+        for chunk in entry.chunks
+        if (index := MetadataIndex(key, chunk.offsets)) in (places or ())
     ]
-    if not any(place.transform_descriptors for place in found) and sum(p.length for p in found) < nbytes:
+    # Places belong to the storage: of those that are not ours nothing is known.
+    is_known = all(hasattr(place, "payload_nbytes") and not place.transform_descriptors for place in found)
+    if is_known and sum(place.length for place in found) < nbytes:
         raise MetadataFormatError(
             f"{key}: a tensor of shape {tuple(entry.size)} takes {nbytes} bytes, but fewer are stored",
             key=key,

@@ -25,6 +25,7 @@ from holdfast._tensors.chunks import (
     local_chunks,
 )
 from holdfast._tensors.fingerprint import fingerprint_tensor
+from holdfast._tensors.replicas import named_chunks, replica_ranks
 from holdfast.errors import InvalidPlanError
 from holdfast.metadata import (
     STATE_DICT_TYPE,
@@ -114,22 +115,32 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
             return self._cache.offer(plan)
         return plan
 
-    def fingerprints(self) -> dict[str, bytes]:
-        """What tells this rank's values that are not sharded from other ones, by flat key.
+    def fingerprints(self) -> dict[tuple[int, ...] | None, dict[str, bytes]]:
+        """What tells this rank's values from other ones, by the ranks that should have the same.
 
         Asked for on every rank, if there are several, after ``create_local_plan``. A value that has no
-        fingerprint is not among them.
+        fingerprint is not among them, nor is what no other rank holds.
+
+        Returns:
+            For None, which is all ranks, the fingerprints of values that are not sharded, by flat key. For
+            the ranks that a DTensor is replicated on, those of its chunks, by key and box in words.
         """
         if not self.check_replicas:
             return {}
-        found: dict[str, bytes] = {}
+        everywhere: dict[str, bytes] = {}
+        found: dict[tuple[int, ...] | None, dict[str, bytes]] = {None: everywhere}
         full = self.check_replicas == "full"
         for key, value in self.state_dict.items():
-            if is_sharded(value) or rank_key(key) is not None:
+            if rank_key(key) is not None:
+                continue
+            if is_sharded(value):
+                holders = replica_ranks(value)
+                for name, chunk in named_chunks(key, value) if len(holders) > 1 else ():
+                    found.setdefault(holders, {})[name] = fingerprint_tensor(chunk, full=full)
                 continue
             mark = fingerprint_tensor(value, full=full) if is_tensor(value) else fingerprint(value)
             if mark is not None:
-                found[key] = mark
+                everywhere[key] = mark
         return found
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:

@@ -13,7 +13,12 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.tensor import DTensor
 
-from holdfast._tensors.dtensors import held_pieces, local_tensor, memory_of_piece, with_local_memory
+from holdfast._tensors.dtensors import (
+    held_pieces,
+    local_tensor,
+    memory_of_piece,
+    with_local_memory,
+)
 from holdfast.errors import PlanError
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex
 
