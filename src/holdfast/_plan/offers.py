@@ -5,14 +5,14 @@ A million offers are sorted and compared as tensors of numbers; none of them bec
 
 import itertools
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from holdfast._format.description import OBJECT, TENSOR, Description, column, concatenated
 from holdfast._plan.entries import boxes_column, properties_in_words
-from holdfast._plan.write_lines import SHARD, Form, WriteColumns
+from holdfast._plan.write_lines import SHARD, WriteColumns
 from holdfast.errors import InvalidPlanError
 
 __all__ = ["Offers", "Shared"]
@@ -66,31 +66,20 @@ class Offers:
 
     def __init__(self, plans: Sequence[WriteColumns], keys: Sequence[str] = ()) -> None:
         self.plans = plans
-        numbers = {name: number for number, name in enumerate(keys)}
-        forms: dict[Form, int] = {}
-        offsets: dict[Any, int] = {}
-        key, form, offset = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
-        before: WriteColumns | None = None
-        of_forms = torch.empty(0, dtype=torch.int64)
+        key, form, offset = _Vocabulary(keys), _Vocabulary(), _Vocabulary()
         for plan in plans:
-            # Ranks that hold shards of the same tensors have the same keys and forms.
-            if before is not None and before.keys == plan.keys:
-                key.append(key[-1])
-            else:
-                key.append(torch.tensor([numbers.setdefault(name, len(numbers)) for name in plan.keys]))
-            if before is None or before.forms != plan.forms:
-                of_forms = torch.tensor([*(forms.setdefault(f, len(forms)) for f in plan.forms), -1])
-            of_offsets = torch.tensor([*(offsets.setdefault(o, len(offsets)) for o in plan.offsets), -1])
-            form.append(of_forms[_numbers(plan.form)])
-            offset.append(of_offsets[_numbers(plan.offset)])
-            before = plan
+            key.add(plan.keys)
+            form.add(plan.forms)
+            offset.add(plan.offsets)
+        self.keys, self.forms, self.offsets = list(key.numbers), list(form.numbers), list(offset.numbers)
         counts = torch.tensor([len(plan) for plan in plans], dtype=torch.int64)
-        self.keys, self.forms, self.offsets = list(numbers), list(forms), list(offsets)
-        self.key, self.form, self.offset = _joined(key), _joined(form), _joined(offset)
         self.rank = torch.repeat_interleave(torch.arange(len(plans)), counts)
         ends = torch.cumsum(counts, 0)
-        self.position = torch.arange(len(self.key)) - torch.repeat_interleave(ends - counts, counts)
-        name = self.key * (len(offsets) + 1) + self.offset + 1
+        self.position = torch.arange(len(self.rank)) - torch.repeat_interleave(ends - counts, counts)
+        self.key = key.look_up(self.rank, self.position)
+        self.form = form.look_up(self.rank, _numbers([plan.form for plan in plans]))
+        self.offset = offset.look_up(self.rank, _numbers([plan.offset for plan in plans]))
+        name = self.key * (len(self.offsets) + 1) + self.offset + 1
         self._order = torch.argsort(name, stable=True)
         self._name = name[self._order]
 
@@ -218,9 +207,43 @@ class Offers:
                     raise InvalidPlanError(f"{key}: two items of the plan write this key", key=key)
 
 
-def _numbers(column: "array[int]") -> torch.Tensor:
-    return torch.frombuffer(column, dtype=torch.int32).long() if column else torch.empty(0, dtype=torch.int64)
+class _Vocabulary:
+    """The different words of many lists, numbered; and for each word of each list its number.
+
+    Attributes:
+        numbers: The words, in the order in which they came.
+    """
+
+    def __init__(self, words: Iterable[Any] = ()) -> None:
+        self.numbers: dict[Any, int] = {word: number for number, word in enumerate(words)}
+        self._before: list[Any] | None = None
+        self._used: list[int] = []
+        self._begin = 0
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+
+    def add(self, words: list[Any]) -> None:
+        """The next list."""
+        # Ranks that hold shards of the same tensors have the same keys and forms.
+        if self._before is None or self._before != words:
+            numbers = self.numbers
+            self._begin = len(self._used)
+            self._used += [numbers.setdefault(word, len(numbers)) for word in words]
+            self._used.append(-1)
+            self._before = words
+        self._begins.append(self._begin)
+        self._ends.append(self._begin + len(words))
+
+    def look_up(self, lists: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """For many words, each given by the number of its list and its place there: its number; -1 for -1."""
+        if not len(lists):
+            return torch.empty(0, dtype=torch.int64)
+        begins, ends = torch.tensor(self._begins), torch.tensor(self._ends)
+        # After the words of each list there is one that is none.
+        at = torch.where(places < 0, ends[lists], begins[lists] + places)
+        return torch.tensor(self._used)[at]
 
 
-def _joined(columns: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(columns).to(torch.int64) if columns else torch.empty(0, dtype=torch.int64)
+def _numbers(columns: Iterable["array[int]"]) -> torch.Tensor:
+    joined = bytearray().join(columns)
+    return torch.frombuffer(joined, dtype=torch.int32).long() if joined else torch.empty(0, dtype=torch.int64)
