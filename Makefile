@@ -23,11 +23,12 @@ lint: $(STAMP)
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 
+# One file of tests at a time on each core; most of them wait for disks and processes.
 test: lint
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto --dist loadfile
 
 quick: lint
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow"
 
 bench: $(STAMP)
 	@$(BIN)/python -m benchmarks

@@ -116,7 +116,7 @@ def test_what_torch_saved_of_plain_data_is_read(value: Any) -> None:
         np.dtype("float32"),
         np.dtype("<U5"),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_well_known_types_need_no_leave(value: Any) -> None:
     arrived = round_trip(value)
