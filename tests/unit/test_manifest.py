@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import holdfast as hf
 from holdfast._format import metadata_file
 from holdfast._format.manifest import FORMAT_MAJOR, Manifest, decode, encode
+from holdfast._storage.manifest_rows import rows_are_sound
 from holdfast.errors import CheckpointError, MetadataFormatError
 from holdfast.extension import ZStandard
 
@@ -126,11 +127,62 @@ def q(*numbers: int) -> bytes:
     ],
     ids=str,
 )
+@pytest.mark.parametrize("quick_check", [None, rows_are_sound], ids=["slowly", "quickly"])
 def test_a_manifest_that_cannot_be_is_refused_with_the_reason(
-    manifest: Manifest, fields: dict[str, Any], problem: str
+    manifest: Manifest, fields: dict[str, Any], problem: str, quick_check: Any
 ) -> None:
     with pytest.raises(MetadataFormatError, match=f"f does not describe a checkpoint: .*{problem}"):
-        decode(changed(manifest, **fields), path="f")
+        decode(changed(manifest, **fields), path="f", rows_are_sound=quick_check)
+
+
+_COLUMNS = (
+    "file_nbytes",
+    "tensor_properties",
+    "tensor_shapes",
+    "tensor_chunks",
+    "chunk_offsets",
+    "chunk_lengths",
+)
+_COLUMNS_OF_ITEMS = (
+    "files",
+    "offsets",
+    "nbytes",
+    "payload_offsets",
+    "payload_nbytes",
+    "transforms",
+    "blocks",
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_the_quick_check_of_rows_finds_what_the_slow_one_finds(
+    manifest: Manifest, data: st.DataObject
+) -> None:
+    name = data.draw(st.sampled_from([*_COLUMNS, *(f"item_{column}" for column in _COLUMNS_OF_ITEMS)]))
+    column = bytearray(getattr(manifest, name))
+    width = 4 if name in _NARROW else 8
+    at = width * data.draw(st.integers(0, len(column) // width - 1))
+    before = int.from_bytes(column[at : at + width], "little")
+    near = st.integers(-2, 2).map(lambda step: (before + step) % (1 << 8 * width))
+    number = data.draw(st.one_of(near, st.integers(0, (1 << 8 * width) - 1)))
+    column[at : at + width] = number.to_bytes(width, "little")
+    damaged = changed(manifest, **{name: bytes(column)})
+    assert _problem(damaged, rows_are_sound) == _problem(damaged, None)
+
+
+_NARROW = (
+    *("tensor_properties", "tensor_chunks"),
+    *("item_files", "item_transforms", "item_blocks"),
+)
+
+
+def _problem(content: bytes, quick_check: Any) -> str | None:
+    try:
+        decode(content, path="f", rows_are_sound=quick_check)
+    except MetadataFormatError as error:
+        return str(error)
+    return None
 
 
 @settings(max_examples=300, deadline=None)
