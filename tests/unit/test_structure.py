@@ -156,7 +156,7 @@ def nested() -> dict[str, Any]:
         (None, nested()),
         (set(), nested()),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value) if isinstance(value, set) else value),
 )
 def test_only_what_is_below_the_named_keys_is_loaded(
     tmp_path: Path, keys: Any, expected: dict[str, Any]
