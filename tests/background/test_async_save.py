@@ -144,7 +144,8 @@ def test_saves_that_share_something_do_not_overlap(tmp_path: Path, shared: str) 
         async_save(state(2), checkpoint_id=tmp_path / "b", when_busy="raise", **arguments)
     gated.may_go.set()
     second = saving(state(2), checkpoint_id=tmp_path / "b", **arguments)
-    assert first.done()
+    assert (tmp_path / "a" / ".metadata").exists()
+    first.result(HANG_GUARD)
     second.result(HANG_GUARD)
     assert (loaded(tmp_path / "a"), loaded(tmp_path / "b")) == (1.0, 2.0)
 
@@ -170,8 +171,7 @@ def test_a_plain_save_waits_for_the_one_in_the_background(tmp_path: Path) -> Non
     assert writer.reached.wait(HANG_GUARD)
     threading.Timer(0.05, writer.may_go.set).start()
     holdfast.save(state(2), checkpoint_id=tmp_path / "c")
-    assert first.done()
-    assert first.exception() is None
+    assert first.exception(HANG_GUARD) is None
     assert loaded(tmp_path / "c") == 2.0
 
 
