@@ -23,9 +23,9 @@ lint: $(STAMP)
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 
-# One file of tests at a time on each core; most of them wait for disks and processes.
+# The slow tests have processes of their own that keep all cores busy; the quick ones are shared out.
 test: lint
-	@$(BIN)/python -m pytest -n auto --dist loadfile
+	@$(BIN)/python -m pytest
 
 quick: lint
 	@$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow"
