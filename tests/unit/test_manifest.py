@@ -110,6 +110,7 @@ def q(*numbers: int) -> bytes:
         ({"keys": ["a", "a", "big", "scalar", "b.5"]}, "twice"),
         ({"keys": ["a"]}, "do not match"),
         ({"block_size": 0}, "block size"),
+        ({"block_size": (1 << 64) - 1}, "checksums"),
         ({"file_names": ["../evil"]}, "leads out"),
         ({"file_names": ["/etc/passwd"]}, "leads out"),
         ({"file_names": [".."]}, "leads out"),

@@ -24,7 +24,7 @@ def is_stager(candidate: Any) -> bool:
 
     One that only inherits what ``BlockingAsyncStager`` does is served better by the buffers that we keep.
     """
-    if isinstance(candidate, BlockingAsyncStager) and not candidate.type_check:
+    if isinstance(candidate, BlockingAsyncStager) and not getattr(candidate, "type_check", False):
         inherited = ("stage", "synchronize_staging", "should_synchronize_after_execute")
         return any(
             inspect.getattr_static(candidate, name) is not inspect.getattr_static(BlockingAsyncStager, name)

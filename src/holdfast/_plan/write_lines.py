@@ -129,7 +129,7 @@ class WriteColumns:
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> Any:
-        # Tuples: a torch.Size takes several times as long to pickle.
+        # Tuples: a torch.Size takes twice as long on the way.
         offsets = [None if offset is None else tuple(offset) for offset in self.offsets]
         lines = (self.kinds, self.form, self.offset, self.hints)
         return _as_received, (pack(self.keys), pack(_Forms(self.forms)), lines, offsets, self.nbytes)
