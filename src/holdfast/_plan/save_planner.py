@@ -25,7 +25,7 @@ from holdfast._tensors.chunks import (
     local_chunks,
 )
 from holdfast._tensors.fingerprint import fingerprint_tensor
-from holdfast._tensors.replicas import named_chunks, replica_ranks
+from holdfast._tensors.replicas import ReplicaRanks, named_chunks
 from holdfast.errors import InvalidPlanError
 from holdfast.metadata import (
     STATE_DICT_TYPE,
@@ -129,12 +129,12 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
             return {}
         everywhere: dict[str, bytes] = {}
         found: dict[tuple[int, ...] | None, dict[str, bytes]] = {None: everywhere}
-        full = self.check_replicas == "full"
+        full, replicas = self.check_replicas == "full", ReplicaRanks()
         for key, value in self.state_dict.items():
             if rank_key(key) is not None:
                 continue
             if is_sharded(value):
-                holders = replica_ranks(value)
+                holders = replicas.of(value)
                 for name, chunk in named_chunks(key, value) if len(holders) > 1 else ():
                     found.setdefault(holders, {})[name] = fingerprint_tensor(chunk, full=full)
                 continue
