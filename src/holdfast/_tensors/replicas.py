@@ -12,7 +12,7 @@ __all__ = ["ReplicaRanks", "named_chunks"]
 
 
 class ReplicaRanks:
-    """Which ranks hold the same chunks. A mesh is asked once: in torch 2.13 that takes some 50 microseconds."""
+    """Which ranks hold the same chunks. A mesh is asked once: torch 2.13 takes some 50 us for it."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, tuple[Any, ...]], tuple[int, ...]] = {}
