@@ -1,9 +1,11 @@
 """Writers that wait or fail where a test wants it."""
 
+import io
 import threading
-from typing import Any
+from typing import IO, Any
 
 import holdfast
+from holdfast.extension import StreamTransformExtension
 from holdfast.filesystem import FileSystemWriter
 
 HANG_GUARD = 60.0
@@ -21,6 +23,53 @@ class Gated(FileSystemWriter):
         self.reached.set()
         assert self.may_go.wait(HANG_GUARD)
         return super().write_data(plan, planner)
+
+
+class GatedStream(StreamTransformExtension):
+    """Changes nothing, and stops after so many bytes of an item until it is let go."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.reached = threading.Event()
+        self.may_go = threading.Event()
+
+    @staticmethod
+    def registry_name() -> str:
+        return "test.gated"
+
+    @classmethod
+    def from_descriptor(cls, version: str) -> "GatedStream":
+        raise NotImplementedError
+
+    def get_descriptor(self) -> str:
+        return "test.gated/1"
+
+    def transform_to(self, output: IO[bytes]) -> IO[bytes]:
+        return _Counted(output, self)  # type: ignore[return-value]
+
+    def transform_from(self, input: IO[bytes]) -> IO[bytes]:
+        return input
+
+
+class _Counted(io.RawIOBase):
+    def __init__(self, output: IO[bytes], gate: GatedStream) -> None:
+        self._output, self._gate, self._taken = output, gate, 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._output.write(data)
+        self._taken += memoryview(data).nbytes
+        if self._taken >= self._gate.nbytes:
+            self._gate.reached.set()
+            assert self._gate.may_go.wait(HANG_GUARD)
+        return memoryview(data).nbytes
+
+    def close(self) -> None:
+        if not self.closed:
+            self._output.close()
+        super().close()
 
 
 class GatedCommit(FileSystemWriter):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.background.gated import HANG_GUARD, Failing, Gated, GatedCommit
+from tests.background.gated import HANG_GUARD, Failing, Gated, GatedCommit, GatedStream
 from torch.distributed.checkpoint import filesystem as stock_files
 from torch.distributed.checkpoint import staging as stock_staging
 from torch.distributed.checkpoint import state_dict_loader as stock_loader
@@ -223,6 +223,35 @@ def test_progress_goes_from_nothing_to_everything(tmp_path: Path) -> None:
     may_go.set()
     future.result(HANG_GUARD)
     assert future.progress()[:2] == (16000, 16000)
+
+
+def test_progress_is_seen_and_cancelling_works_within_one_value(tmp_path: Path) -> None:
+    gate = GatedStream(24 << 20)
+    writer = holdfast.FileSystemWriter(tmp_path / "c", _extensions=[gate])
+    future = saving({"large": torch.ones(16 << 20)}, storage_writer=writer)
+    assert gate.reached.wait(HANG_GUARD)
+    progress = future.progress()
+    assert 8 << 20 <= progress.nbytes_done <= 32 << 20 < progress.nbytes_total
+    assert future.cancel()
+    gate.may_go.set()
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result(HANG_GUARD)
+    assert os.listdir(tmp_path / "c") == []
+
+
+def test_a_save_that_a_call_has_waited_for_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    returned, complete = threading.Event(), SaveFuture.complete
+
+    def late(future: SaveFuture, value: Any) -> None:
+        returned.wait(0.5)  # long enough for a call that does not wait for the future
+        complete(future, value)
+
+    monkeypatch.setattr(SaveFuture, "complete", late)
+    first = saving(state(1), checkpoint_id=tmp_path / "c")
+    second = saving(state(2), checkpoint_id=tmp_path / "c")
+    assert first.done()
+    returned.set()
+    second.result(HANG_GUARD)
 
 
 @pytest.mark.parametrize("count", [1, 3000])

@@ -72,6 +72,8 @@ class BackgroundSave:
             thread.start()
         except BaseException:
             self._request.ended.set()
+            assert self._future is not None
+            self._future.give_up()
             raise
 
     def _run(self) -> None:
@@ -117,9 +119,10 @@ class BackgroundSave:
         request.group = None
         request.ended.set()
         request.keys = frozenset()
+        # In this order: a callback may begin the next save, which waits until this future is done.
+        _finish(future, error, metadata, cancelled=cancelled)
         if not future.staged.done():
             _finish(future.staged, error, None, cancelled=cancelled)
-        _finish(future, error, metadata, cancelled=cancelled)
 
 
 def _finish(future: Any, error: BaseException | None, value: Any, *, cancelled: bool) -> None:

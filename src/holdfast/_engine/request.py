@@ -1,15 +1,17 @@
 """One save in the background, as others see it: may it go on, how far is it, how did it end."""
 
+import concurrent.futures
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from collections.abc import Hashable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from holdfast._io.oversight import Oversight
 from holdfast.errors import CheckpointError, CheckpointException
 
-__all__ = ["Progress", "Request", "Same", "SaveCancelledError", "claims_of", "is_cancellation"]
+__all__ = ["Delegate", "Progress", "Request", "Same", "SaveCancelledError", "claims_of", "is_cancellation"]
 
 
 class SaveCancelledError(CheckpointError):
@@ -63,7 +65,18 @@ class Progress(NamedTuple):
     rate: float
 
 
-class Request:
+@runtime_checkable
+class Delegate(Protocol):
+    """Who writes in another process: can be asked how far that is, and told what is wanted."""
+
+    def progress(self) -> tuple[int, int]:
+        """Bytes written, and bytes in all."""
+
+    def cancel(self) -> None:
+        """Stop."""
+
+
+class Request(Oversight):
     """The shared state of one save in the background. Any thread may use it.
 
     A save can be given up until its last word: on the coordinator that is the commit, on every other rank
@@ -98,11 +111,10 @@ class Request:
         self._lock = threading.Lock()
         self._is_cancelled = False
         self._is_closed = False
-        self._done = self._total = 0
+        self._done = self._asked = self._written = self._total = 0
         self._began: float | None = None
         self._stopped: float | None = None
-        self._measure: Callable[[], tuple[int, int]] | None = None
-        self._stop: Callable[[], None] | None = None
+        self._delegate: Delegate | None = None
 
     @property
     def is_unseen_failure(self) -> bool:
@@ -115,15 +127,22 @@ class Request:
         held = self.future is not None and self.future() is not None
         return held and not self.asked and not self.passed_over
 
+    def wait(self) -> None:
+        """Return when it has ended, and its future says so."""
+        self.ended.wait()
+        future = None if self.future is None else self.future()
+        if future is not None:
+            concurrent.futures.wait([future])  # which callbacks of the future do not hold up
+
     def cancel(self) -> bool:
         """Have it given up; False if it is too late for that. True is a promise: it will not be committed."""
         with self._lock:
             if self._is_closed:
                 return False
             self._is_cancelled = True
-            stop = self._stop
-        if stop is not None:
-            stop()
+            delegate = self._delegate
+        if delegate is not None:
+            delegate.cancel()
         return True
 
     def check(self) -> None:
@@ -139,24 +158,33 @@ class Request:
 
     def begin_writing(self, nbytes: int) -> None:
         """So much is to be written."""
-        self._total, self._done, self._began, self._stopped = nbytes, 0, time.monotonic(), None
+        self._total, self._began, self._stopped = nbytes, time.monotonic(), None
+        self._done = self._asked = self._written = 0
 
-    def delegate(self, measure: Callable[[], tuple[int, int]], stop: Callable[[], None]) -> None:
-        """Somebody else writes, who is to be asked how far that is and told if it is cancelled."""
+    def delegate(self, delegate: Delegate) -> None:
+        """Somebody else writes, who is to be asked and told."""
         with self._lock:
-            self._measure, self._stop = measure, stop
+            self._delegate = delegate
             is_cancelled = self._is_cancelled
         if is_cancelled:
-            stop()
+            delegate.cancel()
+
+    def take(self, *, before: int, nbytes: int) -> None:
+        """A value of so many bytes is about to be written; the thread's one before, of so many, is."""
+        self.check()
+        with self._lock:
+            self._done += before
+            self._asked += nbytes
 
     def wrote(self, nbytes: int) -> None:
-        """So much more is written."""
+        """So many more bytes are in files; raises SaveCancelledError if there shall be no more."""
+        self.check()
         with self._lock:
-            self._done = min(self._done + nbytes, self._total)
+            self._written += nbytes
 
     def end_writing(self) -> None:
         """All is written."""
-        self._measure = self._stop = None
+        self._delegate = None
         self._done, self._stopped = self._total, time.monotonic()
 
     def progress(self) -> Progress:
@@ -164,7 +192,10 @@ class Request:
         began, stopped = self._began, self._stopped
         if began is None:
             return Progress(0, self._total, 0.0)
-        measure = self._measure
-        done = self._done if measure is None else measure()[0]
+        delegate = self._delegate
+        if delegate is not None:
+            done = delegate.progress()[0]
+        else:
+            done = min(self._total, max(self._done, min(self._asked, self._written)))
         seconds = (stopped or time.monotonic()) - began
         return Progress(done, self._total, done / seconds if seconds > 0 else 0.0)

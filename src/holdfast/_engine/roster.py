@@ -93,7 +93,7 @@ class Roster:
         start = time.monotonic()
         busy = self.busy(keys)
         for request in busy:
-            request.ended.wait()
+            request.wait()
         return time.monotonic() - start if busy else 0.0
 
     def settle(

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch.futures import Future
 
-from holdfast._engine.request import Request
+from holdfast._engine.request import Delegate, Request
+from holdfast._io.oversight import overseen_by
 from holdfast._plan.own_values import own_values
 from holdfast._plan.write_lines import columns_of
 from holdfast.metadata import Metadata, StorageMeta
@@ -25,8 +26,8 @@ class WatchedWriter(StorageWriter):
     """Passes every call on to ``inner``, unless the request is cancelled.
 
     Args:
-        inner: Who writes. One that has ``progress`` and ``cancel`` (as it must if it writes in another
-            process) is asked and told; of any other the values are counted that it takes.
+        inner: Who writes. A ``Delegate`` is asked and told; of any other the values are counted that it
+            takes, and the bytes if it writes in our ways.
         request: Who is told of the progress, and is asked before each step.
     """
 
@@ -66,13 +67,12 @@ class WatchedWriter(StorageWriter):
         for key, nbytes in zip(columns.keys, columns.line_nbytes(), strict=True):
             sizes[key] += nbytes
         self._request.begin_writing(sum(sizes.values()))
-        measure, stop = getattr(self.inner, "progress", None), getattr(self.inner, "cancel", None)
-        if measure is not None and stop is not None:
-            self._request.delegate(measure, stop)
+        if isinstance(self.inner, Delegate):
+            self._request.delegate(self.inner)
             watching: AbstractContextManager[None] = self._cancellation_in_our_words()
         else:
             watching = _told_of_values(planner, _Count(self._request, sizes).take)
-        with watching:
+        with watching, overseen_by(self._request):
             done = self.inner.write_data(plan, planner)
             done.wait()
         self._request.end_writing()
@@ -113,12 +113,10 @@ class _Count:
         self._taken: dict[int, int] = {}
 
     def take(self, key: str) -> None:
-        self._request.check()
         thread = threading.get_ident()
-        before = self._taken.get(thread)
-        if before:
-            self._request.wrote(before)
-        self._taken[thread] = self._sizes.pop(key, 0)
+        before, nbytes = self._taken.get(thread, 0), self._sizes.pop(key, 0)
+        self._request.take(before=before, nbytes=nbytes)
+        self._taken[thread] = nbytes
 
 
 class _Values(dict[str, Any]):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 __all__ = ["DONE", "FAILED", "PROTOCOL", "READY", "REQUEST", "Frame", "receive", "send"]
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Changes with anything that the two ends must agree on."""
 
 READY, REQUEST, DONE, FAILED = range(4)

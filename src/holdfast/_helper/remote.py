@@ -13,7 +13,6 @@ from holdfast._helper.frames import DONE, Frame
 from holdfast._helper.keeper import ready_helper
 from holdfast._helper.parcel import pack, refuse_unportable
 from holdfast._helper.slate import Slot
-from holdfast._helper.watch import written_so_far
 from holdfast._plan.write_lines import columns_of
 from holdfast._staging.staged import StagedState
 from holdfast.errors import RemoteError, UsageError
@@ -169,7 +168,7 @@ class RemoteWriter(StorageWriter):
             done.complete(results)
 
     def cancel(self) -> None:
-        """Have the write stop at the next item. Never waits; a save that is not committed yet will not be.
+        """Have the write stop, within a few MiB. Never waits; a save that is not committed yet will not be.
 
         The future completes when the helper has stopped writing: one that is stopped itself does that when it
         goes on, or is killed (``kill_helper``).
@@ -184,14 +183,9 @@ class RemoteWriter(StorageWriter):
             raise CancelledError("the save was cancelled")
 
     def progress(self) -> Progress:
-        """How much of the data is written: exact between items, and an estimate from below within one."""
+        """How much of the data is written."""
         slot = self._slot
-        if slot is None:
-            return Progress(0, self._total)
-        done, asked = slot.done, slot.asked
-        if done < asked and self._pid is not None and not self._ended.is_set():
-            done = max(done, min(asked, written_so_far(self._pid) - slot.counted))
-        return Progress(min(done, self._total), self._total)
+        return Progress(0 if slot is None else min(slot.done, self._total), self._total)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit, here; raises CancelledError if that is not wanted any more."""

@@ -16,7 +16,8 @@ from typing import Any
 from holdfast._helper.frames import DONE, FAILED, PROTOCOL, READY, Frame, receive, send
 from holdfast._helper.parcel import unpack
 from holdfast._helper.slate import Slate, Slot
-from holdfast._helper.watch import Watch, written_so_far
+from holdfast._helper.watch import Watch
+from holdfast._io.oversight import overseen_by
 from holdfast._version import __version__
 from holdfast.errors import RemoteError, portable_failure
 
@@ -74,7 +75,6 @@ def _write(frame: Frame, slot: Slot) -> bytes:
     nbytes = int.from_bytes(frame.body[:8], "little")
     facts: dict[str, Any] = pickle.loads(frame.body[8 : 8 + nbytes])
     logging.getLogger("holdfast").setLevel(facts["log_level"])
-    slot.counted = written_so_far("self")
     watch = Watch(slot)
     watch.check()
 
@@ -86,7 +86,8 @@ def _write(frame: Frame, slot: Slot) -> bytes:
     plan, writer, handed = unpack(memoryview(frame.body)[8 + nbytes :], staged_memory)
     before = _attributes(writer)
     handed.be_counted(watch.count)
-    results = writer.write_data(plan, handed).wait()
+    with overseen_by(watch):
+        results = writer.write_data(plan, handed).wait()
     watch.finish()
     after = _attributes(writer)
     changed = {name: value for name, value in after.items() if before.get(name) != value}

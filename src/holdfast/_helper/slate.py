@@ -13,7 +13,7 @@ __all__ = ["Slate", "Slot", "make_nameless_file"]
 _SLOTS = 2048
 """Requests share a slot when they are so many apart; nobody has so many under way."""
 
-_DONE, _ASKED, _COUNTED, _CANCELLED = range(4)
+_DONE, _ASKED, _WRITTEN, _CANCELLED = range(4)
 _FIELDS = 4
 _NBYTES = _SLOTS * _FIELDS * 8
 
@@ -40,9 +40,7 @@ class Slot:
     """What is noted of one request.
 
     Attributes:
-        done: The bytes of items that have been written, as far as one can see between items.
-        asked: The same, with the items that are being written.
-        counted: How many bytes the helper had given to the system before it began.
+        done: Bytes of items that have been written.
         cancelled: Whether it shall stop.
     """
 
@@ -56,35 +54,23 @@ class Slot:
 
     @property
     def done(self) -> int:
-        """Bytes of finished items."""
-        return int(self._numbers[_DONE])
-
-    @property
-    def asked(self) -> int:
-        """Bytes of finished items and of those under way."""
-        return int(self._numbers[_ASKED])
-
-    @property
-    def counted(self) -> int:
-        """The helper's count of bytes at the start."""
-        return int(self._numbers[_COUNTED])
-
-    @counted.setter
-    def counted(self, nbytes: int) -> None:
-        self._numbers[_COUNTED] = nbytes
+        """Exact between items, and within them as many bytes as files have been given, but for containers."""
+        finished, asked, written = (int(self._numbers[field]) for field in (_DONE, _ASKED, _WRITTEN))
+        return max(finished, min(asked, written))
 
     @property
     def cancelled(self) -> bool:
         """Whether to stop."""
         return bool(self._numbers[_CANCELLED])
 
-    def note(self, *, done: int, asked: int) -> None:
-        """Say how far it is."""
+    def note(self, *, done: int, asked: int, written: int) -> None:
+        """Say how far it is: bytes of finished items, those and the ones under way, bytes in files."""
         self._numbers[_DONE] = done
         self._numbers[_ASKED] = asked
+        self._numbers[_WRITTEN] = written
 
     def cancel(self) -> None:
-        """Have it stop at the next item."""
+        """Have it stop."""
         self._numbers[_CANCELLED] = 1
 
 

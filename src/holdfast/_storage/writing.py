@@ -13,6 +13,7 @@ import torch
 from holdfast._format.manifest import Manifest
 from holdfast._format.metadata_file import FILE_NAME
 from holdfast._io import pool
+from holdfast._io.oversight import current_oversight
 from holdfast._io.pool import Cancellation
 from holdfast._io.store import ByteStore
 from holdfast._plan.own_values import own_values
@@ -54,6 +55,7 @@ def write_items(
     count = len(work.columns)
     buckets = _deal(work.nbytes, threads) if one_file else [[number] for number in range(count)]
     cancellation = Cancellation()
+    oversight = current_oversight()
     # A file being written holds a ring of buffers; what is not in the host's memory as it is stored takes
     # copies besides. With many threads and a small budget, fewer work at once.
     threads = max(1, min(threads, budget // (2 * _FILE_BUFFERS)))
@@ -64,6 +66,7 @@ def write_items(
         name = name_file(file_number)
         hint = sum(work.nbytes[number] for number in numbers) + 1024 * len(numbers)
         with store.create(name, nbytes_hint=hint, durable=durable) as file:
+            file.oversight = oversight
             writer = ItemWriter(file, file_number, work.columns, transforms, copy_at_once=copy_at_once)
             for portion in work.portions(numbers):
                 cancellation.check()

@@ -12,6 +12,7 @@ import pytest
 
 from holdfast._io import pool
 from holdfast._io.blocks import block_checksums, split_ranges
+from holdfast._io.oversight import STRIDE, Oversight
 from holdfast._io.store import ByteStore, FileReader
 from holdfast.errors import (
     CheckpointNotFoundError,
@@ -168,6 +169,26 @@ class StoreContract:
                 file.write(pattern(9 * MIB))
                 raise kind
             assert not store.exists("f")
+
+    def test_an_oversight_is_told_of_all_bytes_in_steps(self, store: ByteStore) -> None:
+        """However they come, and whatever the size of a piece."""
+        told = _Told(stop_at=1 << 60)
+        with store.create("a", durable=self.durable) as file:
+            file.oversight = told
+            for nbytes in (5, 20 * MIB, 3):
+                file.write(bytes(nbytes))
+        assert sum(told.steps) == 20 * MIB + 8
+        assert max(told.steps) <= STRIDE
+
+    def test_an_oversight_stops_a_large_write_in_its_middle(self, store: ByteStore) -> None:
+        """Its exception leaves the write, and the file is gone."""
+        told = _Told(stop_at=12 * MIB)
+        file = store.create("a", durable=self.durable)
+        file.oversight = told
+        with pytest.raises(InterruptedError):
+            file.write(bytes(64 * MIB))
+        assert sum(told.steps) <= 12 * MIB + STRIDE
+        assert store.list() == {}
 
     def test_a_finished_file_stays_and_is_closed(self, store: ByteStore) -> None:
         """After finish, abort does nothing and writing is an error."""
@@ -372,3 +393,16 @@ def read_part(
     file.read_blocks_into(
         buffer, payload_offset=offset, payload_nbytes=nbytes, crcs=crcs, block_size=block_size, start=start
     )
+
+
+class _Told(Oversight):
+    """Notes the steps, and says that it is enough after so many bytes."""
+
+    def __init__(self, stop_at: int) -> None:
+        self.steps: list[int] = []
+        self._stop_at = stop_at
+
+    def wrote(self, nbytes: int) -> None:
+        self.steps.append(nbytes)
+        if sum(self.steps) >= self._stop_at:
+            raise InterruptedError("enough")
