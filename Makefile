@@ -23,9 +23,10 @@ lint: $(STAMP)
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 
-# The slow tests have processes of their own that keep all cores busy; the quick ones are shared out.
+# Most slow tests have processes of their own that keep all cores busy; the others are shared out.
 test: lint
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow or exhaustive"
+	@$(BIN)/python -m pytest -m "slow and not exhaustive"
 
 quick: lint
 	@$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow"
