@@ -1,12 +1,15 @@
 """Writers that wait or fail where a test wants it."""
 
 import io
+import os
 import threading
+from pathlib import Path
 from typing import IO, Any
 
 import holdfast
 from holdfast.extension import StreamTransformExtension
 from holdfast.filesystem import FileSystemWriter
+from holdfast.state_dict_saver import SaveFuture
 
 HANG_GUARD = 60.0
 
@@ -25,13 +28,34 @@ class Gated(FileSystemWriter):
         return super().write_data(plan, planner)
 
 
-class GatedStream(StreamTransformExtension):
-    """Changes nothing, and stops after so many bytes of an item until it is let go."""
+def wait_until_it_writes(folder: Path, future: SaveFuture) -> None:
+    """Until the writer, in whatever process it is, has made the file "reached" in ``folder``."""
+    while not (folder / "reached").exists():
+        assert not future.done(), future.exception()
+        os.sched_yield()
 
-    def __init__(self, nbytes: int) -> None:
+
+class GatedStream(StreamTransformExtension):
+    """Changes nothing, and stops after so many bytes of an item until it is let go, in any process.
+
+    Args:
+        nbytes: Where it stops.
+        folder: Where it makes the file "reached" then.
+    """
+
+    def __init__(self, nbytes: int, folder: Path) -> None:
         self.nbytes = nbytes
-        self.reached = threading.Event()
-        self.may_go = threading.Event()
+        self.folder = folder
+        os.mkfifo(folder / "gate")
+
+    def wait_until_let_go(self) -> None:
+        """Called by the writer."""
+        (self.folder / "reached").touch()
+        (self.folder / "gate").read_bytes()
+
+    def let_go(self) -> None:
+        """Called by the test, once it is reached."""
+        (self.folder / "gate").write_bytes(b"")
 
     @staticmethod
     def registry_name() -> str:
@@ -60,10 +84,9 @@ class _Counted(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         self._output.write(data)
-        self._taken += memoryview(data).nbytes
-        if self._taken >= self._gate.nbytes:
-            self._gate.reached.set()
-            assert self._gate.may_go.wait(HANG_GUARD)
+        before, self._taken = self._taken, self._taken + memoryview(data).nbytes
+        if before < self._gate.nbytes <= self._taken:
+            self._gate.wait_until_let_go()
         return memoryview(data).nbytes
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.background.gated import HANG_GUARD, Failing, Gated, GatedCommit, GatedStream
+from tests.background.gated import HANG_GUARD, Failing, Gated, GatedCommit, GatedStream, wait_until_it_writes
 from torch.distributed.checkpoint import filesystem as stock_files
 from torch.distributed.checkpoint import staging as stock_staging
 from torch.distributed.checkpoint import state_dict_loader as stock_loader
@@ -226,14 +226,14 @@ def test_progress_goes_from_nothing_to_everything(tmp_path: Path) -> None:
 
 
 def test_progress_is_seen_and_cancelling_works_within_one_value(tmp_path: Path) -> None:
-    gate = GatedStream(24 << 20)
+    gate = GatedStream(24 << 20, tmp_path)
     writer = holdfast.FileSystemWriter(tmp_path / "c", _extensions=[gate])
     future = saving({"large": torch.ones(16 << 20)}, storage_writer=writer)
-    assert gate.reached.wait(HANG_GUARD)
+    wait_until_it_writes(tmp_path, future)
     progress = future.progress()
     assert 8 << 20 <= progress.nbytes_done <= 32 << 20 < progress.nbytes_total
     assert future.cancel()
-    gate.may_go.set()
+    gate.let_go()
     with pytest.raises(concurrent.futures.CancelledError):
         future.result(HANG_GUARD)
     assert os.listdir(tmp_path / "c") == []
@@ -252,6 +252,18 @@ def test_a_save_that_a_call_has_waited_for_is_done(tmp_path: Path, monkeypatch: 
     assert first.done()
     returned.set()
     second.result(HANG_GUARD)
+
+
+def test_a_save_that_gets_no_thread_holds_up_no_other(tmp_path: Path) -> None:
+    before = threading.stack_size(1 << 62)  # which no machine has
+    try:
+        with pytest.raises(RuntimeError, match="thread") as caught:  # and keeps what it had begun
+            saving(state(1), checkpoint_id=tmp_path / "c")
+    finally:
+        threading.stack_size(before)
+    saving(state(2), checkpoint_id=tmp_path / "c").result(HANG_GUARD)
+    assert loaded(tmp_path / "c") == 2.0
+    assert caught.traceback
 
 
 @pytest.mark.parametrize("count", [1, 3000])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.background.gated import HANG_GUARD
+from tests.background.gated import HANG_GUARD, GatedStream, wait_until_it_writes
 
 import holdfast
 from holdfast._helper import kill_helper, stop_helper
@@ -94,12 +94,6 @@ class Waiting(holdfast.FileSystemWriter):
         raise AssertionError("it was neither cancelled nor killed")
 
 
-def wait_until_it_writes(folder: Path, future: SaveFuture) -> None:
-    while not (folder / "reached").exists():
-        assert not future.done(), future.exception()
-        os.sched_yield()
-
-
 def test_a_save_is_cancelled_while_the_helper_writes(tmp_path: Path) -> None:
     holdfast.save(state(1), checkpoint_id=tmp_path / "c")
     future = saving(state(2), storage_writer=Waiting(tmp_path / "c"))
@@ -108,6 +102,20 @@ def test_a_save_is_cancelled_while_the_helper_writes(tmp_path: Path) -> None:
     with pytest.raises(concurrent.futures.CancelledError):
         future.result(HANG_GUARD)
     assert loaded(tmp_path / "c") == 1.0
+
+
+def test_progress_is_seen_and_cancelling_works_within_one_value(tmp_path: Path) -> None:
+    gate = GatedStream(24 << 20, tmp_path)
+    writer = holdfast.FileSystemWriter(tmp_path / "c", _extensions=[gate])
+    future = saving({"large": torch.ones(16 << 20)}, storage_writer=writer)
+    wait_until_it_writes(tmp_path, future)
+    progress = future.progress()
+    assert 8 << 20 <= progress.nbytes_done <= 32 << 20 < progress.nbytes_total
+    assert future.cancel()
+    gate.let_go()
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result(HANG_GUARD)
+    assert os.listdir(tmp_path / "c") == []
 
 
 def test_a_killed_helper_fails_its_save_and_the_next_one_has_another(tmp_path: Path) -> None:

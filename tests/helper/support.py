@@ -174,3 +174,15 @@ def die_beside_a_blocked_helper(folder: str) -> None:
     Background(state, FileSystemWriter(Path(folder) / "checkpoint"), GatedPlanner(gate))
     print(gate.pid_of_who_waits(), flush=True)  # noqa: T201
     threading.Event().wait()
+
+
+class PlacedWriter(FileSystemWriter):
+    """Notes on which CPUs it may run, before each write and in it."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self.cpus: list[set[int]] = []
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
+        self.cpus = [os.sched_getaffinity(os.getpid()), os.sched_getaffinity(0)]
+        return super().write_data(plan, planner)

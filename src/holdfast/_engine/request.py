@@ -9,6 +9,7 @@ from collections.abc import Hashable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from holdfast._io.oversight import Oversight
+from holdfast._io.tally import Tally
 from holdfast.errors import CheckpointError, CheckpointException
 
 __all__ = ["Delegate", "Progress", "Request", "Same", "SaveCancelledError", "claims_of", "is_cancellation"]
@@ -111,7 +112,8 @@ class Request(Oversight):
         self._lock = threading.Lock()
         self._is_cancelled = False
         self._is_closed = False
-        self._done = self._asked = self._written = self._total = 0
+        self._total = 0
+        self._tally = Tally()
         self._began: float | None = None
         self._stopped: float | None = None
         self._delegate: Delegate | None = None
@@ -159,7 +161,7 @@ class Request(Oversight):
     def begin_writing(self, nbytes: int) -> None:
         """So much is to be written."""
         self._total, self._began, self._stopped = nbytes, time.monotonic(), None
-        self._done = self._asked = self._written = 0
+        self._tally = Tally()
 
     def delegate(self, delegate: Delegate) -> None:
         """Somebody else writes, who is to be asked and told."""
@@ -169,23 +171,20 @@ class Request(Oversight):
         if is_cancelled:
             delegate.cancel()
 
-    def take(self, *, before: int, nbytes: int) -> None:
-        """A value of so many bytes is about to be written; the thread's one before, of so many, is."""
+    def take(self, nbytes: int) -> None:
+        """A value of so many bytes is about to be written; raises SaveCancelledError if it shall not."""
         self.check()
-        with self._lock:
-            self._done += before
-            self._asked += nbytes
+        self._tally.take(nbytes)
 
     def wrote(self, nbytes: int) -> None:
         """So many more bytes are in files; raises SaveCancelledError if there shall be no more."""
         self.check()
-        with self._lock:
-            self._written += nbytes
+        self._tally.wrote(nbytes)
 
     def end_writing(self) -> None:
         """All is written."""
         self._delegate = None
-        self._done, self._stopped = self._total, time.monotonic()
+        self._stopped = time.monotonic()
 
     def progress(self) -> Progress:
         """How far it is."""
@@ -193,9 +192,11 @@ class Request(Oversight):
         if began is None:
             return Progress(0, self._total, 0.0)
         delegate = self._delegate
-        if delegate is not None:
+        if stopped is not None:
+            done = self._total
+        elif delegate is not None:
             done = delegate.progress()[0]
         else:
-            done = min(self._total, max(self._done, min(self._asked, self._written)))
+            done = min(self._total, self._tally.done)
         seconds = (stopped or time.monotonic()) - began
         return Progress(done, self._total, done / seconds if seconds > 0 else 0.0)

@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
@@ -71,7 +70,7 @@ class WatchedWriter(StorageWriter):
             self._request.delegate(self.inner)
             watching: AbstractContextManager[None] = self._cancellation_in_our_words()
         else:
-            watching = _told_of_values(planner, _Count(self._request, sizes).take)
+            watching = _told_of_values(planner, lambda key: self._request.take(sizes.pop(key, 0)))
         with watching, overseen_by(self._request):
             done = self.inner.write_data(plan, planner)
             done.wait()
@@ -102,21 +101,6 @@ class WatchedWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         raise NotImplementedError(f"{cls.__name__} stands for one writer; {checkpoint_id} was not looked at")
-
-
-class _Count:
-    """Counts a value when the thread that took it comes for the next one: about then it is written."""
-
-    def __init__(self, request: Request, sizes: "Counter[str]") -> None:
-        self._request = request
-        self._sizes = sizes
-        self._taken: dict[int, int] = {}
-
-    def take(self, key: str) -> None:
-        thread = threading.get_ident()
-        before, nbytes = self._taken.get(thread, 0), self._sizes.pop(key, 0)
-        self._request.take(before=before, nbytes=nbytes)
-        self._taken[thread] = nbytes
 
 
 class _Values(dict[str, Any]):

@@ -15,6 +15,7 @@ from typing import Any
 
 from holdfast._helper.frames import DONE, FAILED, PROTOCOL, READY, Frame, receive, send
 from holdfast._helper.parcel import unpack
+from holdfast._helper.placement import beside_its_interrupts
 from holdfast._helper.slate import Slate, Slot
 from holdfast._helper.watch import Watch
 from holdfast._io.oversight import overseen_by
@@ -85,8 +86,8 @@ def _write(frame: Frame, slot: Slot) -> bytes:
 
     plan, writer, handed = unpack(memoryview(frame.body)[8 + nbytes :], staged_memory)
     before = _attributes(writer)
-    handed.be_counted(watch.count)
-    with overseen_by(watch):
+    handed.be_counted(watch.take)
+    with overseen_by(watch), beside_its_interrupts(writer):
         results = writer.write_data(plan, handed).wait()
     watch.finish()
     after = _attributes(writer)

@@ -13,8 +13,8 @@ __all__ = ["Slate", "Slot", "make_nameless_file"]
 _SLOTS = 2048
 """Requests share a slot when they are so many apart; nobody has so many under way."""
 
-_DONE, _ASKED, _WRITTEN, _CANCELLED = range(4)
-_FIELDS = 4
+_DONE, _CANCELLED = range(2)
+_FIELDS = 2
 _NBYTES = _SLOTS * _FIELDS * 8
 
 
@@ -40,7 +40,7 @@ class Slot:
     """What is noted of one request.
 
     Attributes:
-        done: Bytes of items that have been written.
+        done: Bytes that have been written.
         cancelled: Whether it shall stop.
     """
 
@@ -54,20 +54,17 @@ class Slot:
 
     @property
     def done(self) -> int:
-        """Exact between items, and within them as many bytes as files have been given, but for containers."""
-        finished, asked, written = (int(self._numbers[field]) for field in (_DONE, _ASKED, _WRITTEN))
-        return max(finished, min(asked, written))
+        """Bytes that have been written."""
+        return int(self._numbers[_DONE])
 
     @property
     def cancelled(self) -> bool:
         """Whether to stop."""
         return bool(self._numbers[_CANCELLED])
 
-    def note(self, *, done: int, asked: int, written: int) -> None:
-        """Say how far it is: bytes of finished items, those and the ones under way, bytes in files."""
+    def note(self, done: int) -> None:
+        """Say how far it is."""
         self._numbers[_DONE] = done
-        self._numbers[_ASKED] = asked
-        self._numbers[_WRITTEN] = written
 
     def cancel(self) -> None:
         """Have it stop."""

@@ -58,6 +58,9 @@ if "pytest" in sys.modules:
     # So that a failing assert of a suite shows its values, as one in the author's own tests does.
     sys.modules["pytest"].register_assert_rewrite(
         *(f"holdfast.testing.{module}" for module in {*_HOME.values()} if module.endswith("_contract")),
+        "holdfast.testing.store_reading_rules",
+        "holdfast.testing.store_subject",
+        "holdfast.testing.store_writing_rules",
         "holdfast.testing.transform_damage_rules",
         "holdfast.testing.transform_stream_rules",
         "holdfast.testing.transform_subject",

@@ -1,0 +1,69 @@
+"""The store that the contract suite is run on, and how the suite writes to it and reads from it."""
+
+import random
+import threading
+from array import array
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from holdfast._io.store import ByteStore, FileReader
+
+__all__ = ["MIB", "StoreSubject", "pattern", "read_part"]
+
+MIB = 1 << 20
+
+
+class StoreSubject:
+    """What the author of a store says about it; see ``StoreContract``."""
+
+    durable = True
+
+    def make_store(self, tmp_path: Path) -> ByteStore:
+        """A store for one test. Its folder need not exist; ``make`` is called on it."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[ByteStore]:
+        """The store under test, made."""
+        store = self.make_store(tmp_path)
+        store.make()
+        yield store
+        names = [thread.name for thread in threading.enumerate() if thread.name.startswith("holdfast")]
+        assert names == [], "threads of ours outlived the calls that started them"
+
+    def write(self, store: ByteStore, name: str, data: "bytes | bytearray") -> None:
+        """Write one file."""
+        with store.create(name, nbytes_hint=len(data), durable=self.durable) as file:
+            file.write(data)
+
+    def write_payload(self, store: ByteStore, data: bytes, offset: int, block_size: int) -> "array[int]":
+        """Write the file "f" with ``data`` at ``offset``, something else around it; returns its checksums."""
+        with store.create("f", durable=self.durable) as file:
+            file.write(b"\xff" * offset)
+            crcs = file.write_blocks(data, block_size)
+            file.write(b"tail")
+        return crcs
+
+
+@lru_cache(maxsize=16)
+def pattern(nbytes: int, *, seed: int = 0) -> bytes:
+    """Bytes in which no block is like another."""
+    return random.Random(seed).randbytes(nbytes)  # noqa: S311 - chosen for being the same every time
+
+
+def read_part(
+    file: FileReader,
+    buffer: "bytearray | memoryview",
+    offset: int,
+    nbytes: int,
+    crcs: "array[int]",
+    block_size: int,
+    start: int,
+) -> None:
+    """Read and check one part of the payload at ``offset``."""
+    file.read_blocks_into(
+        buffer, payload_offset=offset, payload_nbytes=nbytes, crcs=crcs, block_size=block_size, start=start
+    )
