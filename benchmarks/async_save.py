@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +20,15 @@ from holdfast import state_dict_saver as ours
 __all__ = ["async_save_cases"]
 
 _STALL = "stall"
+_SECONDS = 6.0
+"""What a loop is measured for beside saves in each round: less is decided by the noise of the machine."""
 _LOOPS = {"Python": "1 s of Python beside it", "matmul": "1 s of matmul beside it"}
 
 
 def async_save_cases(scale: float) -> list[Case]:
     """The cases of this module."""
     contents = bulk(int(2048 * MIB * scale))
+    seconds = _SECONDS * min(scale, 1)
     size = f"{contents.nbytes / MIB:,.0f} MiB in {contents.count} tensors"
 
     def quantities(at_most: float) -> tuple[Quantity, ...]:
@@ -33,9 +37,10 @@ def async_save_cases(scale: float) -> list[Case]:
         return Quantity(_STALL, "s", Goal(times=3)), *loops, *durable
 
     note = (
-        "the second and later saves; work that takes one second alone (the mean of a second before and a "
-        "second after the save), one thread of it, measured from the return of the call until the save is "
-        "durable"
+        "the second and later saves; work that takes one second alone (in the second before and the second "
+        "after each save), one thread of it, measured from the return of the call until the save is durable; "
+        f"as many saves in a round as take {seconds:g} s, with the median of their stalls and of the times "
+        "after which they were durable"
     )
     return [
         Case(
@@ -43,8 +48,8 @@ def async_save_cases(scale: float) -> list[Case]:
             f"save in the background by a thread, {size}",
             quantities(1.15),
             2 * contents.nbytes,
-            9,
-            lambda job: _run(job, contents.filled(), "thread"),
+            7,
+            lambda job: _run(job, contents.filled(), "thread", seconds),
             note,
         ),
         Case(
@@ -52,8 +57,8 @@ def async_save_cases(scale: float) -> list[Case]:
             f"save in the background by a process, {size}",
             quantities(1.05),
             2 * contents.nbytes,
-            9,
-            lambda job: _run(job, contents.filled(), "process"),
+            7,
+            lambda job: _run(job, contents.filled(), "process", seconds),
             note,
         ),
     ]
@@ -74,7 +79,7 @@ def _multiply() -> Callable[[], object]:
     return lambda: torch.mm(left, right)
 
 
-def _run(job: Job, state: dict[str, Any], kind: str) -> Samples:
+def _run(job: Job, state: dict[str, Any], kind: str, seconds: float) -> Samples:
     loops: dict[str, Callable[[], object]] = {"Python": _count_in_python, "matmul": _multiply()}
     starts: dict[str, Callable[[Path], Any]] = {
         "holdfast": lambda folder: ours.async_save(
@@ -100,19 +105,22 @@ def _run(job: Job, state: dict[str, Any], kind: str) -> Samples:
 
     def act(side: str) -> dict[str, float]:
         measured: dict[str, float] = {}
+        stalls = []
         for name, unit in loops.items():
-            shutil.rmtree(job.folder / side)
-            before = _rate_of_one_thread(unit, _Clock(1.0).is_over)
-            started = _Started(starts[side])
-            stall = seconds_of(lambda started=started: started.start(job.folder / side))  # type: ignore[misc]
-            measured[_STALL] = min(stall, measured.get(_STALL, stall))
-            begin = time.perf_counter()
-            beside = _rate_of_one_thread(unit, started.future.done)
-            measured[_durable(name)] = time.perf_counter() - begin
-            started.future.result()
-            after = _rate_of_one_thread(unit, _Clock(1.0).is_over)
-            measured[_LOOPS[name]] = (before + after) / 2 / beside
-        return measured
+            alone, beside, durable = _Work(unit), _Work(unit), []
+            while beside.seconds < seconds:
+                shutil.rmtree(job.folder / side)
+                alone.go_on(_Clock(1.0).is_over)
+                started = _Started(starts[side])
+                stalls.append(
+                    seconds_of(lambda started=started: started.start(job.folder / side))  # type: ignore[misc]
+                )
+                durable.append(beside.go_on(started.future.done))
+                started.future.result()
+                alone.go_on(_Clock(1.0).is_over)
+            measured[_durable(name)] = statistics.median(durable)
+            measured[_LOOPS[name]] = alone.rate / beside.rate
+        return {_STALL: statistics.median(stalls), **measured}
 
     return interleave(SIDES, act, rounds=job.rounds, name_of=str, say=job.say)
 
@@ -138,14 +146,33 @@ class _Clock:
         return time.perf_counter() > self._end
 
 
-def _rate_of_one_thread(unit: Callable[[], object], is_over: Callable[[], bool]) -> float:
-    """How many units of work a second until it is over."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    count, start = 0, time.perf_counter()
-    while not is_over() or not count:
-        unit()
-        count += 1
-    seconds = time.perf_counter() - start
-    torch.set_num_threads(threads)
-    return count / seconds
+class _Work:
+    """What one thread has done of some work, in pieces.
+
+    Attributes:
+        seconds: How long that took.
+        rate: Units a second.
+    """
+
+    def __init__(self, unit: Callable[[], object]) -> None:
+        self._unit = unit
+        self._count = 0
+        self.seconds = 0.0
+
+    @property
+    def rate(self) -> float:
+        return self._count / self.seconds
+
+    def go_on(self, is_over: Callable[[], bool]) -> float:
+        """Work until it is over, but for one unit at least; returns the seconds."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        unit, count, start = self._unit, 0, time.perf_counter()
+        while not is_over() or not count:
+            unit()
+            count += 1
+        seconds = time.perf_counter() - start
+        torch.set_num_threads(threads)
+        self._count += count
+        self.seconds += seconds
+        return seconds
