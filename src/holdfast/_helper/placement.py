@@ -4,9 +4,6 @@ A virtual disk often has one queue, and so interrupts one CPU, whoever writes. E
 machine costs whatever computes there far more than the few instructions that it runs. A helper that is busy
 on that CPU keeps the trainer off it: the scheduler moves the trainer, which may run anywhere, to another.
 
-Behind such a disk the host copies each request, on the CPUs of its guest: whoever has several in the works
-takes from the trainer what is missing. So the writer is told, and does one thing at a time.
-
 Disks with a queue for each CPU interrupt the one that has written; there, nothing is done.
 """
 
@@ -20,10 +17,8 @@ __all__ = ["beside_its_interrupts", "interrupted_cpus"]
 
 
 @contextlib.contextmanager
-def beside_its_interrupts(writer: Any) -> Iterator[bool]:
+def beside_its_interrupts(writer: Any) -> Iterator[None]:
     """Keep this thread, and those that it starts, near the disk of a writer inside a with-block.
-
-    Gives whether there is a reason to.
 
     Only one that waits for its disk and for nothing else: transforms, and threads that somebody has asked
     for, want as many CPUs as there are.
@@ -31,15 +26,15 @@ def beside_its_interrupts(writer: Any) -> Iterator[bool]:
     path = getattr(writer, "path", None)
     is_plain = getattr(writer, "extensions", None) == () and hasattr(os, "sched_setaffinity")
     if not is_plain or not isinstance(path, str | os.PathLike):
-        yield False
+        yield
         return
     before = os.sched_getaffinity(0)
     wanted = interrupted_cpus(path) & before
     if len(wanted) < writer.thread_count or not _keep_to(wanted):
-        yield False
+        yield
         return
     try:
-        yield True
+        yield
     finally:
         _keep_to(before)
 

@@ -87,8 +87,7 @@ def _write(frame: Frame, slot: Slot) -> bytes:
     plan, writer, handed = unpack(memoryview(frame.body)[8 + nbytes :], staged_memory)
     before = _attributes(writer)
     handed.be_counted(watch.take)
-    with overseen_by(watch), beside_its_interrupts(writer) as is_beside:
-        watch.copies_ahead = not is_beside
+    with overseen_by(watch), beside_its_interrupts(writer):
         results = writer.write_data(plan, handed).wait()
     watch.finish()
     after = _attributes(writer)

@@ -95,7 +95,7 @@ class LocalWriter(FileWriter):
 
     def _append(self, view: memoryview, sums: BlockSums | None) -> None:
         with naming(self.path):
-            self._sink.append(view, sums, ahead=self.oversight.copies_ahead)
+            self._sink.append(view, sums)
 
     def _complete(self) -> None:
         with naming(self.path):
@@ -125,7 +125,7 @@ class LocalWriter(FileWriter):
 class _Sink(Protocol):
     """Where a LocalWriter's bytes go. Offsets begin at 0."""
 
-    def append(self, view: memoryview, sums: BlockSums | None, *, ahead: bool) -> None: ...
+    def append(self, view: memoryview, sums: BlockSums | None) -> None: ...
     def finish(self) -> None: ...
     def abort(self) -> None: ...
 
@@ -138,7 +138,7 @@ class _Plain:
         self._offset = 0
         self._gathered = bytearray()
 
-    def append(self, view: memoryview, sums: BlockSums | None, *, ahead: bool) -> None:  # noqa: ARG002
+    def append(self, view: memoryview, sums: BlockSums | None) -> None:
         for at in range(0, len(view), STEP):
             piece = view[at : at + STEP]
             if sums is not None:
@@ -179,11 +179,11 @@ class _Ring:
         self._failure: BaseException | None = None
         self._stopped = False
 
-    def append(self, view: memoryview, sums: BlockSums | None, *, ahead: bool) -> None:
+    def append(self, view: memoryview, sums: BlockSums | None) -> None:
         at = 0
         while at < len(view):
             if self._current is None:
-                self._current, self._filled = self._next_buffer(RING if ahead else 1), 0
+                self._current, self._filled = self._next_buffer(), 0
             # In one step: beside a busy thread of Python the lock that this one needs after each step takes
             # 5 ms to get. Copying 1 MiB at a time is 1.1 times as fast where nobody is there.
             step = min(BUFFER_NBYTES - self._filled, len(view) - at)
@@ -218,8 +218,8 @@ class _Ring:
         self._end_thread()
         self._give_back()
 
-    def _next_buffer(self, at_most: int) -> mmap.mmap:
-        if self._free.empty() and len(self._borrowed) < at_most:
+    def _next_buffer(self) -> mmap.mmap:
+        if self._free.empty() and len(self._borrowed) < RING:
             self._borrowed.append(borrow())
             return self._borrowed[-1]
         buffer = self._free.get()

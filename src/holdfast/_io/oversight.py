@@ -15,14 +15,7 @@ STRIDE = 8 << 20
 
 
 class Oversight:
-    """Nobody's: nobody is told, and nothing stopped. Its methods are called by several threads at once.
-
-    Attributes:
-        copies_ahead: Whether bytes may be made ready while others are being written. That is faster, and
-            takes two processors where the disk needs one itself.
-    """
-
-    copies_ahead = True
+    """Nobody's: nobody is told, and nothing stopped. Its methods are called by several threads at once."""
 
     def wrote(self, nbytes: int) -> None:
         """So many more bytes have been taken, ``STRIDE`` at most; raises if there shall be no more."""
