@@ -30,7 +30,7 @@ def beside_its_interrupts(writer: Any) -> Iterator[None]:
         return
     before = os.sched_getaffinity(0)
     wanted = interrupted_cpus(path) & before
-    if len(wanted) < writer.thread_count or not _keep_to(wanted):
+    if wanted == before or len(wanted) < writer.thread_count or not _keep_to(wanted):
         yield
         return
     try:
