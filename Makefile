@@ -23,10 +23,10 @@ lint: $(STAMP)
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 
-# Most slow tests have processes of their own that keep all cores busy; the others are shared out.
+# Most slow tests have processes of their own that keep all cores busy; those of one core are shared out.
 test: lint
-	@$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow or exhaustive"
-	@$(BIN)/python -m pytest -m "slow and not exhaustive"
+	@$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow or one_core"
+	@$(BIN)/python -m pytest -m "slow and not one_core"
 
 quick: lint
 	@$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow"

@@ -1,10 +1,15 @@
-"""Writers that wait or fail where a test wants it."""
+"""Writers that wait or fail where a test wants it, and what is asked of saves of both kinds."""
 
+import concurrent.futures
 import io
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
+
+import pytest
+import torch
 
 import holdfast
 from holdfast.extension import StreamTransformExtension
@@ -93,6 +98,21 @@ class _Counted(io.RawIOBase):
         if not self.closed:
             self._output.close()
         super().close()
+
+
+def cancel_within_one_value(saving: Callable[..., SaveFuture], folder: Path) -> None:
+    """Save one large value, see from outside that a part of it is written, and give the save up."""
+    gate = GatedStream(24 << 20, folder)
+    writer = FileSystemWriter(folder / "c", _extensions=[gate])
+    future = saving({"large": torch.ones(16 << 20)}, storage_writer=writer)
+    wait_until_it_writes(folder, future)
+    progress = future.progress()
+    assert 8 << 20 <= progress.nbytes_done <= 32 << 20 < progress.nbytes_total
+    assert future.cancel()
+    gate.let_go()
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result(HANG_GUARD)
+    assert os.listdir(folder / "c") == []
 
 
 class GatedCommit(FileSystemWriter):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.background.gated import HANG_GUARD, Failing, Gated, GatedCommit, GatedStream, wait_until_it_writes
+from tests.background.gated import HANG_GUARD, Failing, Gated, GatedCommit, cancel_within_one_value
 from torch.distributed.checkpoint import filesystem as stock_files
 from torch.distributed.checkpoint import staging as stock_staging
 from torch.distributed.checkpoint import state_dict_loader as stock_loader
@@ -226,17 +226,7 @@ def test_progress_goes_from_nothing_to_everything(tmp_path: Path) -> None:
 
 
 def test_progress_is_seen_and_cancelling_works_within_one_value(tmp_path: Path) -> None:
-    gate = GatedStream(24 << 20, tmp_path)
-    writer = holdfast.FileSystemWriter(tmp_path / "c", _extensions=[gate])
-    future = saving({"large": torch.ones(16 << 20)}, storage_writer=writer)
-    wait_until_it_writes(tmp_path, future)
-    progress = future.progress()
-    assert 8 << 20 <= progress.nbytes_done <= 32 << 20 < progress.nbytes_total
-    assert future.cancel()
-    gate.let_go()
-    with pytest.raises(concurrent.futures.CancelledError):
-        future.result(HANG_GUARD)
-    assert os.listdir(tmp_path / "c") == []
+    cancel_within_one_value(saving, tmp_path)
 
 
 def test_a_save_that_a_call_has_waited_for_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

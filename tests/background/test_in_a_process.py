@@ -1,14 +1,13 @@
 """Saves in the background by a process of their own: the same promises, and a helper that may be killed."""
 
 import concurrent.futures
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.background.gated import HANG_GUARD, GatedStream, wait_until_it_writes
+from tests.background.gated import HANG_GUARD, cancel_within_one_value, wait_until_it_writes
 
 import holdfast
 from holdfast._helper import kill_helper, stop_helper
@@ -105,17 +104,7 @@ def test_a_save_is_cancelled_while_the_helper_writes(tmp_path: Path) -> None:
 
 
 def test_progress_is_seen_and_cancelling_works_within_one_value(tmp_path: Path) -> None:
-    gate = GatedStream(24 << 20, tmp_path)
-    writer = holdfast.FileSystemWriter(tmp_path / "c", _extensions=[gate])
-    future = saving({"large": torch.ones(16 << 20)}, storage_writer=writer)
-    wait_until_it_writes(tmp_path, future)
-    progress = future.progress()
-    assert 8 << 20 <= progress.nbytes_done <= 32 << 20 < progress.nbytes_total
-    assert future.cancel()
-    gate.let_go()
-    with pytest.raises(concurrent.futures.CancelledError):
-        future.result(HANG_GUARD)
-    assert os.listdir(tmp_path / "c") == []
+    cancel_within_one_value(saving, tmp_path)
 
 
 def test_a_killed_helper_fails_its_save_and_the_next_one_has_another(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from holdfast._format.torch_pickle_records import TorchProperties, TorchTensor
 from holdfast._format.typed_key import TypedKey
 from holdfast.cli.tree import branches, make_tree
 
+pytestmark = pytest.mark.one_core
+
 Command = Callable[..., Any]
 
 TREE = """\

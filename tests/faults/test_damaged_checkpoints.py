@@ -40,6 +40,8 @@ from holdfast.errors import (
 )
 from holdfast.extension import ZStandard
 
+pytestmark = pytest.mark.one_core
+
 NO_GROUP = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -94,7 +96,6 @@ def test_a_flipped_byte_is_never_loaded_silently(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_no_flipped_byte_at_all_is_loaded_silently(checkpoint: Path) -> None:
     missed = [(name, at) for name, at, error in _flip_bytes(checkpoint, stride=1) if error is None]
     # Of .metadata every byte counts; of a data file, what stock torch needs around a payload does not.
@@ -109,7 +110,6 @@ def test_no_flipped_byte_at_all_is_loaded_silently(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_a_flipped_byte_of_a_tensor_names_that_tensor(tmp_path: Path) -> None:
     hf.save(small_state(1), checkpoint_id=tmp_path)
     manifest = read_manifest(tmp_path)

@@ -46,6 +46,8 @@ from holdfast.errors import (
 from holdfast.extension import ZStandard
 from holdfast.filesystem import FileSystemWriter
 
+pytestmark = pytest.mark.one_core
+
 NO_GROUP = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 

@@ -18,6 +18,8 @@ from tests.faults.support import committed_files, contents, large_state, load, p
 import holdfast as hf
 from holdfast.extension import ZStandard
 
+pytestmark = pytest.mark.one_core
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one thread": {},
     "three threads": {"thread_count": 3},

@@ -22,6 +22,8 @@ import pytest
 from holdfast._io.local import LocalStore
 from holdfast.errors import StorageError, TruncatedFileError
 
+pytestmark = pytest.mark.one_core
+
 MIB = 1 << 20
 
 

@@ -18,6 +18,8 @@ import holdfast as hf
 from holdfast.extension import ZStandard
 from holdfast.filesystem import FileSystemWriter
 
+pytestmark = pytest.mark.one_core
+
 SAVE = """
     import sys
     import torch

@@ -11,7 +11,10 @@ from tests.reshard.layouts import WORLD_SIZES, assert_holds, blank, layouts_of, 
 from holdfast.testing import FakeRank, FakeRanks
 
 # torch says so about every operation on a ShardedTensor.
-pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
+pytestmark = [
+    pytest.mark.one_core,
+    pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning"),
+]
 
 
 def check_pairs(writers: int, readers: int, pairs: Sequence[tuple[str, str]], folder: Path) -> None:

@@ -19,7 +19,10 @@ from holdfast._tensors.chunks import with_memory
 from holdfast.errors import PlanError
 from holdfast.testing import FakeRank, FakeRanks
 
-pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
+pytestmark = [
+    pytest.mark.one_core,
+    pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning"),
+]
 
 DTYPES = [
     torch.float64,

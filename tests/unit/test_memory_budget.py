@@ -12,9 +12,12 @@ BUDGET = 256 * MIB
 # Threads' stacks, allocator arenas, and modules that are imported on first use.
 MARGIN = 48 * MIB
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="the system does not tell the peak of a process"
-)
+pytestmark = [
+    pytest.mark.one_core,
+    pytest.mark.skipif(
+        not Path("/proc/self/clear_refs").exists(), reason="the system does not tell the peak of a process"
+    ),
+]
 
 PROGRAM = """
 import sys
