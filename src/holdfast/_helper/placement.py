@@ -30,7 +30,8 @@ def beside_its_interrupts(writer: Any) -> Iterator[None]:
         return
     before = os.sched_getaffinity(0)
     wanted = interrupted_cpus(path) & before
-    if wanted == before or len(wanted) < writer.thread_count or not _keep_to(wanted):
+    is_reason = wanted != before and len(wanted) >= getattr(writer, "thread_count", 1)
+    if not is_reason or not _keep_to(wanted):
         yield
         return
     try:
