@@ -251,7 +251,7 @@ def test_a_save_that_gets_no_thread_holds_up_no_other(tmp_path: Path) -> None:
             saving(state(1), checkpoint_id=tmp_path / "c")
     finally:
         threading.stack_size(before)
-    saving(state(2), checkpoint_id=tmp_path / "c").result(HANG_GUARD)
+    saving(state(2), checkpoint_id=tmp_path / "c", when_busy="raise").result(HANG_GUARD)
     assert loaded(tmp_path / "c") == 2.0
     assert caught.traceback
 
