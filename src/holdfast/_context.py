@@ -1,0 +1,55 @@
+"""What a storage is told of the save or load that it serves: who takes part, whom to report progress to.
+
+``save`` and ``load`` pass it as the keyword argument ``context`` to ``set_up_storage_writer`` and
+``set_up_storage_reader`` of every storage that takes keyword arguments. A storage keeps it until its next
+set-up. It does not pickle: a storage that is sent to another process leaves it behind.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from holdfast._io.progress import ProgressTracker
+
+__all__ = ["LoadContext", "SaveContext"]
+
+
+def _nobody_objects() -> None:
+    """The answer where no other rank takes part."""
+
+
+@dataclass
+class SaveContext:
+    """One save, as a storage writer sees it.
+
+    Attributes:
+        rank: This rank's number among those that save.
+        world_size: How many ranks save together.
+        is_coordinator: Whether this rank plans for all, and commits.
+        use_collectives: False if each rank writes a checkpoint of its own part.
+        progress: Told of the bytes that were written. Telling it raises if the save is cancelled.
+        confirm_commit: Called directly before the commit; raises if another rank has given this save up.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    is_coordinator: bool = True
+    use_collectives: bool = True
+    progress: ProgressTracker = field(default_factory=ProgressTracker)
+    confirm_commit: Callable[[], None] = _nobody_objects
+
+
+@dataclass
+class LoadContext:
+    """One load, as a storage reader sees it.
+
+    Attributes:
+        rank: This rank's number among those that load.
+        world_size: How many ranks load together.
+        is_coordinator: Whether this rank plans for all.
+        progress: Told of the bytes that were read. Telling it raises if the load is cancelled.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    is_coordinator: bool = True
+    progress: ProgressTracker = field(default_factory=ProgressTracker)
