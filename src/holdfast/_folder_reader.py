@@ -12,10 +12,10 @@ from holdfast._folder_writer import DEFAULT_BUDGET
 from holdfast._foreign import called_by_torch, our_load_planner, to_ours, to_torch
 from holdfast._io.local import LocalStore
 from holdfast._io.store import ByteStore
+from holdfast._known_methods import known_to_engine
 from holdfast._ranks.exchange import Exchange
-from holdfast._shortcuts import alike_everywhere, passes_plans_on, reads_together
 from holdfast._storage.reading import read_items, read_metadata_file, read_own_parts
-from holdfast._storage.together import read_together
+from holdfast._storage.shared_reads import read_together
 from holdfast.errors import UsageError
 from holdfast.extension import ExtensionRegistry
 from holdfast.metadata import Metadata, StorageMeta
@@ -82,7 +82,7 @@ class FileSystemReader(StorageReader):
     def _store(self) -> ByteStore:
         return LocalStore(os.fspath(self.path))
 
-    @alike_everywhere
+    @known_to_engine
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
         """The checkpoint's metadata; with ``rank``, as that rank sees what ranks wrote each for itself."""
         store, rank = self._store(), kwargs.get("rank")
@@ -116,12 +116,12 @@ class FileSystemReader(StorageReader):
         """Nothing to add."""
         return plan
 
-    @passes_plans_on
+    @known_to_engine
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Nothing to add."""
         return plans
 
-    @reads_together
+    @known_to_engine
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
         """Read what the plan asks for, and hand it to the planner."""
         self._read(self._store(), to_ours(plan), our_load_planner(planner), None)

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.futures import Future
 
+from holdfast._context import SaveContext
 from holdfast._file_system import FileSystem, FileSystemBase
 from holdfast._foreign import our_save_planner, to_ours, to_torch
 from holdfast._format.metadata_file import FILE_NAME
@@ -118,8 +119,12 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         self.rank: int | None = None
         self.use_collectives = True
         self._world_size = 1
+        self._context = SaveContext()
         self._claim: Claim | None = None
         self._written: list[str] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_context": SaveContext(self._context.rank), "_claim": None}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save, at another folder if one is named."""
@@ -132,6 +137,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         """Learn the rank, and whether ranks write one checkpoint together."""
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True)
+        self._context = kwargs.get("context") or SaveContext()
 
     def _store(self) -> ByteStore:
         return LocalStore(os.fspath(self.path))
@@ -190,6 +196,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
             durable=self.sync_files,
             transforms=self.extensions,
             budget=self.memory_budget,
+            progress=self._context.progress,
         )
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -240,6 +247,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
                 name=FILE_NAME if rank is None else f"__{rank}{FILE_NAME}",
                 durable=self.sync_files,
                 torch_compatible=self.torch_compatible,
+                confirm=self._context.confirm_commit,
             )
         except BaseException:
             discard(store, manifest.file_names, save_id=self.save_id, rank=rank)

@@ -7,11 +7,11 @@ from typing import Any
 import torch.distributed as dist
 from typing_extensions import deprecated
 
+from holdfast._background.running_saves import running_saves
 from holdfast._collector import paused_collector
+from holdfast._engine.adapt import adapt_load_planner, adapt_reader
 from holdfast._engine.load import run_load
-from holdfast._engine.roster import roster
-from holdfast._engine.stateful import open_states, return_states
-from holdfast._foreign import our_load_planner, our_storage_reader
+from holdfast._engine.stateful_objects import open_states, return_states
 from holdfast._ranks.among_ranks import DEFAULT_PEER_TIMEOUT, open_exchange
 from holdfast._storage_choice import choose_reader, storage_may_come_second
 from holdfast.default_planner import DefaultLoadPlanner, EmptyStateDictLoadPlanner
@@ -49,6 +49,8 @@ def load(
     peer_timeout: float = DEFAULT_PEER_TIMEOUT,
 ) -> None:
     """Load a checkpoint into a state, in place: on every rank of the group, each its own part.
+
+    It waits for saves in the background that go to the same place.
 
     Tensors are filled where they are, whatever layout the checkpoint was saved in. Other values are
     replaced in the containers that they stand in. Stateful objects, wherever they stand, get their
@@ -91,7 +93,7 @@ def load(
         "safe_globals": tuple(safe_globals),
     }
     with open_exchange(process_group, purpose="load", no_dist=no_dist, peer_timeout=peer_timeout) as exchange:
-        roster.settle(exchange, roster.scope(exchange, process_group))
+        running_saves.come_after(exchange, process_group, checkpoint_id, storage_reader, planner)
         given = ", ".join(name for name, value in options.items() if value != _NOT_GIVEN[name])
         if planner is not None and given:
             raise UsageError(f"give {given} to the planner that you pass, not to load")
@@ -99,8 +101,8 @@ def load(
         opened, found = open_states(state_dict)
         run_load(
             opened,
-            DefaultLoadPlanner(**options) if planner is None else our_load_planner(planner),  # type: ignore[arg-type]
-            our_storage_reader(reader),
+            adapt_load_planner(DefaultLoadPlanner(**options) if planner is None else planner),  # type: ignore[arg-type]
+            adapt_reader(reader),
             exchange,
         )
         return_states(state_dict, opened, found)
@@ -131,11 +133,12 @@ def _load_state_dict(
     with open_exchange(
         process_group, purpose="load", no_dist=no_dist, coordinator_rank=coordinator_rank
     ) as exchange:
+        running_saves.come_after(exchange, process_group, None, storage_reader, planner)
         storage_reader.reset()
         run_load(
             state_dict,
-            DefaultLoadPlanner() if planner is None else our_load_planner(planner),
-            our_storage_reader(storage_reader),
+            adapt_load_planner(DefaultLoadPlanner() if planner is None else planner),
+            adapt_reader(storage_reader),
             exchange,
         )
 
@@ -151,10 +154,11 @@ def _load_state_dict_from_keys(
     state: dict[str, Any] = {}
     wanted = {keys} if isinstance(keys, str) else keys
     with open_exchange(process_group, purpose="load") as exchange:
+        running_saves.come_after(exchange, process_group, checkpoint_id, storage_reader, None)
         run_load(
             state,
-            EmptyStateDictLoadPlanner(wanted or None),
-            our_storage_reader(choose_reader(storage_reader, checkpoint_id)),
+            adapt_load_planner(EmptyStateDictLoadPlanner(wanted or None)),
+            adapt_reader(choose_reader(storage_reader, checkpoint_id)),
             exchange,
         )
     return state

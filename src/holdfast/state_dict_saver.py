@@ -10,16 +10,16 @@ from typing import Any, Literal, TypeAlias
 import torch.distributed as dist
 from typing_extensions import deprecated
 
+from holdfast._background.running_save import Progress, RunningSave, exclusive_keys
+from holdfast._background.running_saves import running_saves
+from holdfast._background.save_future import SaveFuture
+from holdfast._background.save_thread import SaveThread
+from holdfast._background.shutdown import prepare_for_shutdown, set_grace_period
+from holdfast._background.staged_copy import CopySource, stager_keys, take_copy
 from holdfast._collector import paused_collector
-from holdfast._engine.background import BackgroundSave
-from holdfast._engine.copies import Source, is_stager, stager_keys, take_copy
-from holdfast._engine.farewell import expect_the_end, set_grace_period
-from holdfast._engine.request import Progress, Request, claims_of
-from holdfast._engine.roster import roster
+from holdfast._engine.adapt import adapt_save_planner, adapt_writer, stages_itself
 from holdfast._engine.save import run_save
-from holdfast._engine.save_future import SaveFuture
-from holdfast._engine.stateful import open_states
-from holdfast._foreign import our_save_planner, our_storage_writer
+from holdfast._engine.stateful_objects import open_states
 from holdfast._helper import start_helper
 from holdfast._ranks.among_ranks import DEFAULT_PEER_TIMEOUT, open_exchange
 from holdfast._ranks.exchange import Exchange
@@ -101,7 +101,7 @@ def save(
         use_collectives=use_collectives,
         peer_timeout=peer_timeout,
     ) as exchange:
-        _come_after_earlier_saves(exchange, process_group, checkpoint_id, storage_writer, planner)
+        running_saves.come_after(exchange, process_group, checkpoint_id, storage_writer, planner)
         opened, _ = open_states(state_dict)
         writer = choose_writer(storage_writer, checkpoint_id)
         return _save(opened, writer, planner, exchange, use_collectives=use_collectives)
@@ -137,7 +137,7 @@ def _save_state_dict(
         use_collectives=use_collectives,
         coordinator_rank=coordinator_rank,
     ) as exchange:
-        _come_after_earlier_saves(exchange, process_group, None, storage_writer, planner)
+        running_saves.come_after(exchange, process_group, None, storage_writer, planner)
         storage_writer.reset()
         return _save(state_dict, storage_writer, planner, exchange, use_collectives=use_collectives)
 
@@ -152,8 +152,8 @@ def _save(
 ) -> Metadata:
     return run_save(
         state_dict,
-        DefaultSavePlanner() if planner is None else our_save_planner(planner),
-        our_storage_writer(writer),
+        adapt_save_planner(DefaultSavePlanner() if planner is None else planner),
+        adapt_writer(writer),
         exchange,
         use_collectives=use_collectives,
     )
@@ -234,12 +234,12 @@ def async_save(
     """
     if when_busy not in ("wait", "skip", "raise"):
         raise UsageError(f"when_busy is 'wait', 'skip' or 'raise', not {when_busy!r}", found=when_busy)
-    expect_the_end()
+    prepare_for_shutdown()
     stager: Any = async_stager
-    if stager is None and storage_writer is not None and is_stager(storage_writer):
+    if stager is None and storage_writer is not None and stages_itself(storage_writer):
         stager = storage_writer
     in_process = AsyncCheckpointerType(async_checkpointer_type) is AsyncCheckpointerType.PROCESS
-    place, keys = claims_of(checkpoint_id, storage_writer, planner)
+    place, keys = exclusive_keys(checkpoint_id, storage_writer, planner)
     keys |= stager_keys(stager, shared=in_process)
 
     with contextlib.ExitStack() as until_handed_over:
@@ -251,17 +251,17 @@ def async_save(
             peer_timeout=peer_timeout,
         )
         until_handed_over.push(exchange)
-        scope = roster.scope(exchange, process_group)
+        scope = running_saves.scope(exchange, process_group)
         number = scope.begin()
-        waited = roster.wait_for(keys) if when_busy == "wait" else 0.0
-        is_busy = roster.settle(
+        waited = running_saves.wait_for(keys) if when_busy == "wait" else 0.0
+        is_busy = running_saves.settle(
             exchange,
             scope,
-            is_busy=bool(roster.busy(keys)),
+            is_busy=bool(running_saves.busy(keys)),
             always=when_busy != "wait",
             leave_to_futures=True,
         )
-        request = Request(place, keys, scope, number, process_group or _whole_group())
+        running = RunningSave(place, keys, scope, number, process_group or _whole_group())
         if is_busy and when_busy == "raise":
             raise UsageError(
                 f"an earlier save is not done, and when_busy is 'raise': this one, to {place}, shares a "
@@ -269,25 +269,25 @@ def async_save(
                 path=place,
             )
         if is_busy and when_busy == "skip":
-            return _skipped(request)
+            return _skipped(running)
         scope.is_unsettled = True
         if in_process:
             # It takes seconds for the first time, in which the state is copied and planned.
             start_helper(wait=False)
 
         opened, _ = open_states(state_dict)
-        writer = our_storage_writer(choose_writer(storage_writer, checkpoint_id))
+        writer = adapt_writer(choose_writer(storage_writer, checkpoint_id))
         copy = take_copy(stager, opened, shared=in_process)
         until_handed_over.callback(copy.release)
-        future = SaveFuture(request, waited=waited)
+        future = SaveFuture(running, waited=waited)
         if copy.is_complete:
             future.staged.complete(None)
-        BackgroundSave(
-            request,
+        SaveThread(
+            running,
             future,
             exchange,
-            obtain=Source(copy, writer, future, in_process=in_process),
-            planner=DefaultSavePlanner() if planner is None else our_save_planner(planner),
+            obtain=CopySource(copy, writer, future, running, in_process=in_process),
+            planner=adapt_save_planner(DefaultSavePlanner() if planner is None else planner),
             use_collectives=use_collectives,
             release=copy.release,
         ).start()
@@ -304,23 +304,11 @@ def async_save(
     return future
 
 
-def _skipped(request: Request) -> SaveFuture:
-    future = SaveFuture(request, skipped=True)
+def _skipped(running: RunningSave) -> SaveFuture:
+    future = SaveFuture(running, skipped=True)
     future.staged.complete(None)
     future.complete(None)
     return future
-
-
-def _come_after_earlier_saves(
-    exchange: Exchange,
-    group: dist.ProcessGroup | None,
-    checkpoint_id: str | os.PathLike[str] | None,
-    writer: StorageWriter | None,
-    planner: SavePlanner | None,
-) -> None:
-    """Wait for those that share something with this one, and raise what nobody has looked at."""
-    roster.wait_for(claims_of(checkpoint_id, writer, planner)[1])
-    roster.settle(exchange, roster.scope(exchange, group))
 
 
 def _whole_group() -> dist.ProcessGroup | None:

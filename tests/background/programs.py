@@ -265,3 +265,17 @@ def leave_at_once(folder: str) -> None:
 def leave_a_failure_of_one_rank(folder: str) -> None:
     kind = Failing if dist.get_rank() == 1 else holdfast.FileSystemWriter
     async_save(state(2), storage_writer=kind(folder))
+
+
+def look_at_metadata_of_a_removed_checkpoint(folder: str) -> str:
+    """What a rank finds that looks at the metadata of a large save only after the checkpoint is gone."""
+    metadata = saving({f"k{n}": torch.zeros(1) for n in range(20_001)}, checkpoint_id=folder).result()
+    assert metadata is not None
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.unlink(os.path.join(folder, ".metadata"))
+    dist.barrier()
+    try:
+        return type(metadata.state_dict_metadata["k7"]).__name__
+    except holdfast.errors.CheckpointNotFoundError as error:
+        return type(error).__name__

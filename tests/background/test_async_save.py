@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import state_dict_loader as stock_loader
 from torch.distributed.checkpoint import state_dict_saver as stock_saver
 
 import holdfast
-from holdfast import async_save
+from holdfast import async_save, state_dict_loader
 from holdfast.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
 from holdfast.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, SaveFuture
 
@@ -214,15 +214,50 @@ def test_progress_goes_from_nothing_to_everything(tmp_path: Path) -> None:
                 assert may_go.wait(HANG_GUARD)
             return super().resolve_data(write_item)
 
-    tensors = {str(n): torch.ones(1000) for n in range(4)}
+    mib = 1 << 20
+    tensors = {str(n): torch.ones(mib // 4) for n in range(4)}
     future = saving(tensors, storage_writer=writer, planner=Halfway())
     assert reached.wait(HANG_GUARD)
     halfway = future.progress()
-    assert (halfway.nbytes_done, halfway.nbytes_total) == (8000, 16000)
+    # Two values are written, each with a small container around it.
+    assert 2 * mib <= halfway.nbytes_done < 2 * mib + (64 << 10)
+    assert halfway.nbytes_total == 4 * mib
     assert halfway.rate > 0
     may_go.set()
     future.result(HANG_GUARD)
-    assert future.progress()[:2] == (16000, 16000)
+    assert future.progress()[:2] == (4 * mib, 4 * mib)
+
+
+def test_a_load_waits_for_the_save_to_its_place(tmp_path: Path) -> None:
+    holdfast.save(state(1), checkpoint_id=tmp_path / "c")
+    writer = Gated(tmp_path / "c")
+    future = saving(state(2), storage_writer=writer)
+    assert writer.reached.wait(HANG_GUARD)
+    found: list[float] = []
+    loading = threading.Thread(target=lambda: found.append(loaded(tmp_path / "c")))
+    loading.start()
+    loading.join(0.5)  # a load that does not wait is done within this time
+    writer.may_go.set()
+    loading.join(HANG_GUARD)
+    assert found == [2.0]
+    assert future.done()
+
+
+@pytest.mark.parametrize("form", ["load_state_dict", "from keys"])
+def test_every_form_of_load_raises_a_failure_that_nobody_has_seen(tmp_path: Path, form: str) -> None:
+    holdfast.save(state(1), checkpoint_id=tmp_path / "c")
+    saving(state(2), storage_writer=Failing(tmp_path / "c"))
+    reader = holdfast.FileSystemReader(tmp_path / "c")
+
+    def call() -> None:
+        if form == "from keys":
+            state_dict_loader._load_state_dict_from_keys("weight", checkpoint_id=tmp_path / "c")
+        else:
+            state_dict_loader._load_state_dict(state(), reader)
+
+    with pytest.raises(holdfast.CheckpointException, match="earlier save in the background"):
+        call()
+    call()
 
 
 def test_progress_is_seen_and_cancelling_works_within_one_value(tmp_path: Path) -> None:

@@ -101,3 +101,9 @@ def test_every_rank_ends_with_a_status_if_nobody_saw_a_failure(nursery: Nursery,
     assert [os.waitstatus_to_exitcode(outcome.status) for outcome in outcomes] == [120, 120]
     for outcome in outcomes:
         assert "rank 1: OSError: [Errno 5] on purpose" in outcome.stderr
+
+
+def test_large_metadata_is_not_sent_to_other_ranks(nursery: Nursery, tmp_path: Path) -> None:
+    """They read it when they look: so what they see when it is gone shows that they were not sent it."""
+    outcomes = nursery.run(programs.look_at_metadata_of_a_removed_checkpoint, 2, str(tmp_path / "c"))
+    assert returned(outcomes) == ["TensorStorageMetadata", "CheckpointNotFoundError"]

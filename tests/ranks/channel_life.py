@@ -16,7 +16,6 @@ from tests.ranks.faulty import Case, Raised, SavePlanner, Writer, caught, loaded
 import holdfast
 from holdfast._ranks.among_ranks import open_exchange
 from holdfast._ranks.channel import open_channel
-from holdfast._ranks.fence import confirm_commit
 
 FINE = Case("", "", -1)
 
@@ -207,9 +206,13 @@ def stop_outside_of_a_save(folder: str) -> list[Raised | None]:
 class AskingWriter(holdfast.FileSystemWriter):
     """Stops before its commit, and asks afterwards whether it still may."""
 
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self.context = kwargs["context"]
+
     def finish(self, metadata: Any, results: Any) -> None:
         stop()
-        confirm_commit()
+        self.context.confirm_commit()
         super().finish(metadata, results)
 
 

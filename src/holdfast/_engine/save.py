@@ -1,63 +1,79 @@
 """A save, from top to bottom."""
 
-import inspect
 from typing import Any
 
-from holdfast._engine.account import check_counts, check_results
-from holdfast._engine.per_rank import split_by_rank
-from holdfast._engine.replicas import Holders, Replicas, differ
+from holdfast._context import SaveContext
+from holdfast._engine.per_rank_values import split_by_rank
+from holdfast._engine.ports import SavePlannerPort, WriterPort
+from holdfast._engine.replica_check import Holders, Replicas, differ
+from holdfast._engine.result_check import check_counts, check_results
+from holdfast._io.progress import ProgressTracker
 from holdfast._ranks.exchange import Exchange
 from holdfast.metadata import Metadata
-from holdfast.planner import SavePlan, SavePlanner
-from holdfast.storage import StorageWriter, WriteResult
+from holdfast.planner import SavePlan
+from holdfast.storage import WriteResult
 
 __all__ = ["run_save"]
+
+# Metadata of more items than this is not sent to every rank: few ranks ever look at it.
+_MOST_SENT = 20_000
 
 
 def run_save(
     state_dict: dict[str, Any],
-    planner: SavePlanner,
-    writer: StorageWriter,
+    planner: SavePlannerPort,
+    writer: WriterPort,
     exchange: Exchange,
     *,
     use_collectives: bool = True,
+    progress: ProgressTracker | None = None,
 ) -> Metadata:
     """Save ``state_dict``; called on every rank of the exchange.
 
     When it returns, on any rank, every planned item of every rank is on stable storage and the checkpoint
     is committed. When it raises, nothing was committed.
 
+    Args:
+        state_dict: What to save, with Stateful objects already replaced by their state.
+        planner: Decides what is written.
+        writer: Writes it.
+        exchange: The ranks that save together.
+        use_collectives: False if each rank writes a checkpoint of its own part.
+        progress: Told of the bytes that are written; it may raise to stop the save.
+
     Raises:
         CheckpointException: A step failed on some rank; the same on every rank.
     """
+    context = SaveContext(
+        rank=exchange.rank,
+        world_size=exchange.world_size,
+        is_coordinator=exchange.is_coordinator,
+        use_collectives=use_collectives,
+        progress=progress or ProgressTracker(),
+        confirm_commit=exchange.confirm,
+    )
     try:
-        return _run(state_dict, planner, writer, exchange, use_collectives=use_collectives)
+        return _run(state_dict, planner, writer, exchange, context)
     except BaseException:
-        abandon = getattr(writer, "abandon", None)
-        if abandon is not None:
-            abandon(outcome_is_known=exchange.outcome_is_known)
+        writer.abandon(outcome_is_known=exchange.outcome_is_known)
         raise
 
 
 def _run(
     state_dict: dict[str, Any],
-    planner: SavePlanner,
-    writer: StorageWriter,
+    planner: SavePlannerPort,
+    writer: WriterPort,
     exchange: Exchange,
-    *,
-    use_collectives: bool,
+    context: SaveContext,
 ) -> Metadata:
     metadata = None
     planned: list[SavePlan] = []
     replicas = Replicas(planner, exchange)
 
     def offer() -> tuple[SavePlan, dict[Holders, bytes]]:
-        planner.set_up_planner(
-            state_dict=split_by_rank(state_dict, planner, rank=exchange.rank, world_size=exchange.group_size),
-            storage_meta=writer.storage_meta(),
-            is_coordinator=exchange.is_coordinator,
-        )
-        _set_up(writer, exchange, use_collectives)
+        state = split_by_rank(state_dict, planner, rank=exchange.rank, world_size=exchange.group_size)
+        planner.set_up(state, writer.storage_meta(), is_coordinator=exchange.is_coordinator)
+        writer.set_up(context)
         return writer.prepare_local_plan(planner.create_local_plan()), replicas.together()
 
     def merge(offers: list[tuple[SavePlan, dict[Holders, bytes]]]) -> list[tuple[SavePlan, bool]]:
@@ -73,38 +89,16 @@ def _run(
 
     def write() -> list[WriteResult]:
         final = planner.finish_plan(plan)
-        results = writer.write_data(final, planner).wait()
+        results = writer.write(final, planner)
         check_results(final, results, rank=exchange.rank)
         return results
 
     def commit(written: list[list[WriteResult]]) -> list[Any]:
         assert metadata is not None
         check_counts(planned, written)
-        writer.finish(metadata, written)
-        told = _for_others(writer, metadata)
+        writer.commit(metadata, written)
+        is_large = len(metadata.storage_data or ()) > _MOST_SENT
+        told = writer.summary_of(metadata) if is_large else metadata
         return [metadata if rank == exchange.rank else told for rank in range(exchange.world_size)]
 
-    made = exchange.decide("write", write, commit)
-    return made if isinstance(made, Metadata) else writer.metadata_later(made)  # type: ignore[attr-defined]
-
-
-# What more items than this have in common is not sent to every rank: few ever look at it.
-_MOST_SENT = 20_000
-
-
-def _for_others(writer: StorageWriter, metadata: Metadata) -> Any:
-    """What the other ranks are told of the checkpoint: its metadata, or how to find it if it is large."""
-    tell = getattr(writer, "how_to_find_metadata", None)
-    if tell is None or len(metadata.storage_data or ()) <= _MOST_SENT:
-        return metadata
-    return tell(metadata)
-
-
-def _set_up(writer: StorageWriter, exchange: Exchange, use_collectives: bool) -> None:
-    # Writers from before these keyword arguments existed do not take them.
-    if "kwargs" in inspect.signature(writer.set_up_storage_writer).parameters:
-        writer.set_up_storage_writer(
-            exchange.is_coordinator, rank=exchange.rank, use_collectives=use_collectives
-        )
-    else:
-        writer.set_up_storage_writer(exchange.is_coordinator)
+    return writer.metadata_of(exchange.decide("write", write, commit))

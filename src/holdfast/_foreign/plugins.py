@@ -1,6 +1,5 @@
-"""Planners and storages of torch's that work with ours."""
+"""Planners and storages of torch that work with ours, and the other way round: records are converted."""
 
-import inspect
 import io
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -38,12 +37,6 @@ def our_storage_reader(reader: Any) -> StorageReader:
     return _ReaderOfTorch(reader) if is_torchs(reader, "storage", "StorageReader") else reader
 
 
-def _call(method: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Call a plugin, without the keyword arguments if it is from before they existed."""
-    takes_them = "kwargs" in inspect.signature(method).parameters
-    return method(*args, **kwargs) if takes_them else method(*args)
-
-
 def _then(future: "Future[Any]", convert: Callable[[Any], T]) -> "Future[T]":
     done: Future[T] = Future()
     done.set_result(convert(future.wait()))
@@ -60,9 +53,8 @@ class _SavePlannerOfTorch(SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        self.inner.set_up_planner(
-            state_dict=state_dict, storage_meta=to_torch(storage_meta), is_coordinator=is_coordinator
-        )
+        told = {} if storage_meta is None else {"storage_meta": to_torch(storage_meta)}
+        self.inner.set_up_planner(state_dict=state_dict, is_coordinator=is_coordinator, **told)
 
     def create_local_plan(self) -> SavePlan:
         plan: SavePlan = to_ours(self.inner.create_local_plan())
@@ -132,7 +124,7 @@ class _WriterOfTorch(StorageWriter):
         return meta
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        _call(self.inner.set_up_storage_writer, is_coordinator, *args, **kwargs)
+        self.inner.set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         prepared: SavePlan = to_ours(self.inner.prepare_local_plan(to_torch(plan)))
@@ -168,13 +160,13 @@ class _ReaderOfTorch(StorageReader):
         self.inner.reset(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata: Metadata = to_ours(_call(self.inner.read_metadata, *args, **kwargs))
+        metadata: Metadata = to_ours(self.inner.read_metadata(*args, **kwargs))
         return metadata
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        _call(self.inner.set_up_storage_reader, to_torch(metadata), is_coordinator, *args, **kwargs)
+        self.inner.set_up_storage_reader(to_torch(metadata), is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         prepared: LoadPlan = to_ours(self.inner.prepare_local_plan(to_torch(plan)))

@@ -1,14 +1,13 @@
 """Owns the writer that has its data written by the helper: everything else stays in the trainer."""
 
-import inspect
-import os
 import pickle
 import threading
 from concurrent.futures import CancelledError
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch.futures import Future
 
+from holdfast._engine.ports import ForwardingWriter, SavePlannerPort, WriterPort
 from holdfast._helper.frames import DONE, Frame
 from holdfast._helper.keeper import ready_helper
 from holdfast._helper.parcel import pack, refuse_unportable
@@ -16,9 +15,9 @@ from holdfast._helper.slate import Slot
 from holdfast._plan.write_lines import columns_of
 from holdfast._staging.staged import StagedState
 from holdfast.errors import RemoteError, UsageError
-from holdfast.metadata import Metadata, StorageMeta
+from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan, SavePlanner
-from holdfast.storage import StorageWriter, WriteResult
+from holdfast.storage import WriteResult
 
 __all__ = ["Progress", "RemoteWriter", "remote_writer"]
 
@@ -31,7 +30,7 @@ class Progress(NamedTuple):
 
 
 def remote_writer(
-    writer: StorageWriter, staged: StagedState, planner: SavePlanner | None = None
+    writer: WriterPort, staged: StagedState, planner: SavePlanner | None = None
 ) -> "RemoteWriter":
     """A writer whose data is written by the helper process, from the staged memory.
 
@@ -48,7 +47,7 @@ def remote_writer(
             "the state was staged into memory of this process alone, which the helper cannot see: stage with "
             "use_shared_memory=True, or save in a thread"
         )
-    refuse_unportable(writer, "storage writer")
+    refuse_unportable(writer.plugin, "storage writer")
     if planner is not None:
         refuse_unportable(planner, "planner")
     return RemoteWriter(writer, staged)
@@ -89,7 +88,7 @@ class WriteFuture(Future):  # type: ignore[type-arg]
         self._ended.set()
 
 
-class RemoteWriter(StorageWriter):
+class RemoteWriter(ForwardingWriter):
     """Passes every call on to ``inner``, except ``write_data``: that is done by a copy of it in the helper.
 
     What the copy has noted in its attributes meanwhile is noted in ``inner`` too, before the future
@@ -97,8 +96,8 @@ class RemoteWriter(StorageWriter):
     leaves files which only ``inner.abandon`` can remove.
     """
 
-    def __init__(self, inner: StorageWriter, staged: StagedState) -> None:
-        self.inner = inner
+    def __init__(self, inner: WriterPort, staged: StagedState) -> None:
+        super().__init__(inner)
         self._staged = staged
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -108,7 +107,11 @@ class RemoteWriter(StorageWriter):
         self._pid: int | None = None
         self._is_cancelled = False
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
+    def write(self, plan: SavePlan, planner: SavePlannerPort) -> list[WriteResult]:
+        """Have the helper write, and return the results."""
+        return self.start_writing(plan, planner.plugin).wait()
+
+    def start_writing(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
         """Have the helper write; starts one if there is none.
 
         Returns:
@@ -121,11 +124,9 @@ class RemoteWriter(StorageWriter):
         """
         self._refuse_if_cancelled()
         self._staged.wait()
-        body = pack(plan, planner, self.inner, self._staged._base)  # noqa: SLF001
+        body = pack(plan, planner, self.plugin, self._staged._base)  # noqa: SLF001
         helper = ready_helper()
-        expect_files = getattr(self.inner, "expect_files", None)
-        if expect_files is not None:
-            expect_files(plan)
+        self.inner.expect_files(plan)
         done = WriteFuture()
         self._total = sum(columns_of(plan).line_nbytes())
         self._ended.clear()
@@ -154,7 +155,7 @@ class RemoteWriter(StorageWriter):
             elif frame.kind == DONE:
                 results, changed = pickle.loads(frame.body)
                 for name, value in changed.items():
-                    setattr(self.inner, name, pickle.loads(value))
+                    setattr(self.plugin, name, pickle.loads(value))
             else:
                 failure = _failure_in(frame, self._pid)
             self._refuse_if_cancelled()
@@ -187,47 +188,16 @@ class RemoteWriter(StorageWriter):
         slot = self._slot
         return Progress(0 if slot is None else min(slot.done, self._total), self._total)
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit, here; raises CancelledError if that is not wanted any more."""
         self._refuse_if_cancelled()
-        self.inner.finish(metadata, results)
+        self.inner.commit(metadata, results)
 
-    def abandon(self, *, outcome_is_known: bool = True) -> None:
+    def abandon(self, *, outcome_is_known: bool) -> None:
         """After a save that failed: have the helper stop, and when it has, let ``inner`` clean up."""
         self.cancel()
         self._ended.wait()
-        abandon = getattr(self.inner, "abandon", None)
-        if abandon is not None:
-            abandon(outcome_is_known=outcome_is_known)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new save begins."""
-        self.inner.reset(checkpoint_id)
-
-    def storage_meta(self) -> StorageMeta | None:
-        """As ``inner`` has it."""
-        return self.inner.storage_meta()
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Tell ``inner`` its role."""
-        # Writers from before these keyword arguments existed do not take them.
-        if "kwargs" in inspect.signature(self.inner.set_up_storage_writer).parameters:
-            self.inner.set_up_storage_writer(is_coordinator, *args, **kwargs)
-        else:
-            self.inner.set_up_storage_writer(is_coordinator)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As ``inner`` does it."""
-        return self.inner.prepare_local_plan(plan)
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As ``inner`` does it."""
-        return self.inner.prepare_global_plan(plans)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Not to be asked: it stands for one writer."""
-        raise NotImplementedError(f"{cls.__name__} stands for one writer; {checkpoint_id} was not looked at")
+        self.inner.abandon(outcome_is_known=outcome_is_known)
 
 
 def _failure_in(frame: Frame, pid: int | None) -> Exception:

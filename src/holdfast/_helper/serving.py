@@ -15,10 +15,8 @@ from typing import Any
 
 from holdfast._helper.frames import DONE, FAILED, PROTOCOL, READY, Frame, receive, send
 from holdfast._helper.parcel import unpack
-from holdfast._helper.placement import beside_its_interrupts
 from holdfast._helper.slate import Slate, Slot
-from holdfast._helper.watch import Watch
-from holdfast._io.oversight import overseen_by
+from holdfast._helper.watch import tracker_of
 from holdfast._version import __version__
 from holdfast.errors import RemoteError, portable_failure
 
@@ -76,8 +74,8 @@ def _write(frame: Frame, slot: Slot) -> bytes:
     nbytes = int.from_bytes(frame.body[:8], "little")
     facts: dict[str, Any] = pickle.loads(frame.body[8 : 8 + nbytes])
     logging.getLogger("holdfast").setLevel(facts["log_level"])
-    watch = Watch(slot)
-    watch.check()
+    tracker = tracker_of(slot)
+    tracker.advance(0)
 
     def staged_memory(size: int) -> mmap.mmap:
         # Mapped for this write only: a trainer that lets go of the memory gets it back. Mapping it again
@@ -86,10 +84,8 @@ def _write(frame: Frame, slot: Slot) -> bytes:
 
     plan, writer, handed = unpack(memoryview(frame.body)[8 + nbytes :], staged_memory)
     before = _attributes(writer)
-    handed.be_counted(watch.take)
-    with overseen_by(watch), beside_its_interrupts(writer):
-        results = writer.write_data(plan, handed).wait()
-    watch.finish()
+    results = writer.write_data(plan, handed).wait()
+    tracker.advance(0)
     after = _attributes(writer)
     changed = {name: value for name, value in after.items() if before.get(name) != value}
     return pickle.dumps((results, changed), pickle.HIGHEST_PROTOCOL)

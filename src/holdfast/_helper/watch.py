@@ -1,39 +1,21 @@
-"""Owns the helper's view of a write under way: how far it is, and whether it shall stop."""
+"""Owns the helper's view of a write under way: how far it is, and whether it must stop."""
 
 from holdfast._helper.slate import Slot
-from holdfast._io.oversight import Oversight
-from holdfast._io.tally import Tally
+from holdfast._io.progress import ProgressTracker
 
-__all__ = ["Watch", "WriteCancelledError"]
+__all__ = ["WriteCancelledError", "tracker_of"]
 
 
 class WriteCancelledError(Exception):
-    """The trainer does not want this write any more."""
+    """The trainer has cancelled this write."""
 
 
-class Watch(Oversight):
-    """Notes on the slate how far a write is, and heeds what the trainer wants of it."""
+def tracker_of(slot: Slot) -> ProgressTracker:
+    """A tracker that notes progress in shared memory, and raises once the trainer has cancelled."""
 
-    def __init__(self, slot: Slot) -> None:
-        self._slot = slot
-        self._tally = Tally(slot.note)
-
-    def check(self) -> None:
-        """Raise WriteCancelledError if the write shall stop."""
-        if self._slot.cancelled:
+    def advanced(nbytes: int) -> None:
+        if slot.cancelled:
             raise WriteCancelledError("the write was cancelled")
+        slot.note(nbytes)
 
-    def take(self, nbytes: int) -> None:
-        """The next item is about to be written; raises WriteCancelledError if it shall not."""
-        self.check()
-        self._tally.take(nbytes)
-
-    def wrote(self, nbytes: int) -> None:
-        """So many bytes went into a file; raises WriteCancelledError if there shall be no more."""
-        self.check()
-        self._tally.wrote(nbytes)
-
-    def finish(self) -> None:
-        """All is written; raises WriteCancelledError if it shall not have been."""
-        self.check()
-        self._tally.finish()
+    return ProgressTracker(advanced)

@@ -59,7 +59,7 @@ class LocalReader(FileReader):
             fd, self._fd = self._fd, -1
             os.close(fd)
 
-    def _read_checked(self, offset: int, view: memoryview, crcs: Sequence[int], block_size: int) -> None:
+    def read_whole_blocks(self, offset: int, view: memoryview, crcs: Sequence[int], block_size: int) -> None:
         self._check_range(offset, len(view))
         checker = BlockChecker(crcs, block_size, path=self.path, offset=offset)
         self._fill(offset, view, checker)

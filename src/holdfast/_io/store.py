@@ -16,7 +16,7 @@ from types import TracebackType
 from typing_extensions import Buffer, Self
 
 from holdfast._io.blocks import BLOCK_SIZE, BlockChecker, BlockSums, check_block_table
-from holdfast._io.oversight import STRIDE, Oversight
+from holdfast._io.progress import STRIDE, ProgressTracker
 from holdfast.errors import CheckpointError, MetadataFormatError, TruncatedFileError, UsageError
 
 __all__ = ["ByteStore", "Claim", "FileReader", "FileWriter", "byte_view", "check_name"]
@@ -61,13 +61,13 @@ class FileWriter(ABC):
     Attributes:
         path: The file.
         position: How many bytes it has been given.
-        oversight: Is told of every few MiB; an exception of its own is one from ``write``.
+        progress: Told of every few MiB; an exception from it is one from ``write``.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.position = 0
-        self.oversight = Oversight()
+        self.progress = ProgressTracker()
         self._ended: str | None = None
 
     def write(self, data: Buffer, sums: BlockSums | None = None) -> None:
@@ -132,7 +132,7 @@ class FileWriter(ABC):
                 piece = view[: STRIDE - self.position % STRIDE]
                 self._append(piece, sums)
                 self.position += len(piece)
-                self.oversight.wrote(len(piece))
+                self.progress.advance(len(piece))
                 view = view[len(piece) :]
         except BaseException:
             self.abort()
@@ -217,18 +217,21 @@ class FileReader(ABC):
             begin, end = first * block_size, min(first * block_size + block_size, payload_nbytes)
             if begin < at or stop < end:
                 block = memoryview(bytearray(end - begin))
-                self._read_checked(payload_offset + begin, block, crcs[first : first + 1], block_size)
+                self.read_whole_blocks(payload_offset + begin, block, crcs[first : first + 1], block_size)
                 end = min(end, stop)
                 view[at - start : end - start] = block[at - begin : end - begin]
             else:
                 end = stop if stop == payload_nbytes else stop - stop % block_size
                 last = -(-end // block_size)
                 part = view[at - start : end - start]
-                self._read_checked(payload_offset + begin, part, crcs[first:last], block_size)
+                self.read_whole_blocks(payload_offset + begin, part, crcs[first:last], block_size)
             at = end
 
-    def _read_checked(self, offset: int, view: memoryview, crcs: Sequence[int], block_size: int) -> None:
-        """Read and check a run of whole blocks. A store that can do both in steps overrides this."""
+    def read_whole_blocks(self, offset: int, view: memoryview, crcs: Sequence[int], block_size: int) -> None:
+        """Fill ``view`` with whole blocks from ``offset`` on, and check each.
+
+        A store that can read and check in steps overrides this.
+        """
         self.read_into(offset, view)
         checker = BlockChecker(crcs, block_size, path=self.path, offset=offset)
         checker.update(view)

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from holdfast._known_methods import known_to_engine
 from holdfast._objects import decode_object
 from holdfast._plan.entries import directory_of
 from holdfast._plan.fit import Fit, plan_load
 from holdfast._plan.own_values import HasOwnValues
 from holdfast._plan.read_lines import ReadLines, keys_of
 from holdfast._plan.structure import Container, Path, Slot, flatten, unflatten
-from holdfast._shortcuts import passes_plans_on
 from holdfast._tensors.chunks import find_chunk, is_any_tensor, is_without_memory, local_parts, with_memory
 from holdfast.errors import MetadataFormatError, UsageError
 from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, TensorStorageMetadata
@@ -121,7 +121,7 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
         if not (self.state_dict.keys() - now[0].keys()) & stored.keys():
             self.state_dict, self.mappings, self._slots = now
 
-    @passes_plans_on
+    @known_to_engine
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Each rank reads what it needs."""
         return create_default_global_load_plan(global_plan)

@@ -12,7 +12,6 @@ from holdfast._ranks.channel import Channel, open_channel
 from holdfast._ranks.dock import set_out
 from holdfast._ranks.exchange import Alone, Exchange
 from holdfast._ranks.failures import Failures, SessionFailedError, Verdict, attempt, lost_rank
-from holdfast._ranks.fence import fenced
 from holdfast._ranks.frames import Segments, decode, encode
 from holdfast._ranks.lane import Lane, lane_key
 from holdfast._ranks.ledger import Label
@@ -179,10 +178,9 @@ class AmongRanks(Exchange):
         if failures:
             self._fail(failures)
         hub.fence(self._number, self._last_step)
-        with fenced(self._confirm):
-            made, failure = attempt(
-                lambda: self._forms(decision([parts[rank] for rank in range(self.world_size)]))
-            )
+        made, failure = attempt(
+            lambda: self._forms(decision([parts[rank] for rank in range(self.world_size)]))
+        )
         if failure is not None:
             hub.fence(
                 self._number, self._last_step
@@ -207,8 +205,8 @@ class AmongRanks(Exchange):
         self._channel.hub.fail(self._number, verdict)
         raise SessionFailedError(verdict)
 
-    def _confirm(self) -> None:
-        """Raise if a rank has given this exchange up."""
+    def confirm(self) -> None:
+        """Raise if a rank has given this exchange up; see Exchange."""
         assert self._channel.hub is not None
         try:
             self._channel.hub.fence(self._number, self._last_step)

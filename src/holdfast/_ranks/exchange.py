@@ -87,6 +87,16 @@ class Exchange(abc.ABC):
         """
         return Lane(members, self.rank, None, None, lambda: None)
 
+    def confirm(self) -> None:  # noqa: B027 - nobody else can give up what a process does alone
+        """Raise if a rank has given this save or load up; called by the coordinator before it commits.
+
+        Costs one round of the channel's thread, about 0.1 ms, and no message. Not guaranteed: a process that
+        is stopped between this call and the commit itself.
+
+        Raises:
+            CheckpointException: As it was raised on the other ranks.
+        """
+
     def __enter__(self) -> Self:
         return self
 

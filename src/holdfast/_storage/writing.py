@@ -13,12 +13,11 @@ import torch
 from holdfast._format.manifest import Manifest
 from holdfast._format.metadata_file import FILE_NAME
 from holdfast._io import pool
-from holdfast._io.oversight import current_oversight
 from holdfast._io.pool import Cancellation
+from holdfast._io.progress import ProgressTracker
 from holdfast._io.store import ByteStore
 from holdfast._plan.own_values import own_values
 from holdfast._plan.write_lines import TENSOR, columns_of, is_open
-from holdfast._ranks.fence import confirm_commit
 from holdfast._storage.item_writer import PACK, SMALL, ItemWriter
 from holdfast._storage.metadata_writing import dump_manifest
 from holdfast._storage.names import is_data_file, is_leftover, is_rank_metadata, shows_a_checkpoint
@@ -49,13 +48,13 @@ def write_items(
     durable: bool,
     transforms: Sequence[StreamTransformExtension],
     budget: int,
+    progress: ProgressTracker,
 ) -> Results:
     """Write every item of a plan into new files; on return they are on stable storage, names included."""
     work = _Work(plan, planner, straight=not transforms)
     count = len(work.columns)
     buckets = _deal(work.nbytes, threads) if one_file else [[number] for number in range(count)]
     cancellation = Cancellation()
-    oversight = current_oversight()
     # A file being written holds a ring of buffers; what is not in the host's memory as it is stored takes
     # copies besides. With many threads and a small budget, fewer work at once.
     threads = max(1, min(threads, budget // (2 * _FILE_BUFFERS)))
@@ -66,7 +65,7 @@ def write_items(
         name = name_file(file_number)
         hint = sum(work.nbytes[number] for number in numbers) + 1024 * len(numbers)
         with store.create(name, nbytes_hint=hint, durable=durable) as file:
-            file.oversight = oversight
+            file.progress = progress
             writer = ItemWriter(file, file_number, work.columns, transforms, copy_at_once=copy_at_once)
             for portion in work.portions(numbers):
                 cancellation.check()
@@ -181,10 +180,11 @@ def commit(
     name: str = FILE_NAME,
     durable: bool,
     torch_compatible: bool,
+    confirm: Callable[[], None],
 ) -> None:
-    """Make the checkpoint exist: one atomic replace of its metadata file."""
+    """Make the checkpoint exist: one atomic replace of its metadata file, directly after ``confirm``."""
     pieces = dump_manifest(manifest, metadata, torch_compatible=torch_compatible)
-    confirm_commit()
+    confirm()
     store.replace(name, *pieces, durable=durable)
 
 

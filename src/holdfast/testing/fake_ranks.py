@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from holdfast._engine.adapt import adapt_load_planner, adapt_reader, adapt_save_planner, adapt_writer
 from holdfast._engine.load import run_load
 from holdfast._engine.save import run_save
-from holdfast._engine.stateful import open_states, return_states
-from holdfast._foreign import our_load_planner, our_save_planner, our_storage_reader, our_storage_writer
+from holdfast._engine.stateful_objects import open_states, return_states
 from holdfast._storage_choice import choose_reader, choose_writer
 from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from holdfast.metadata import Metadata
@@ -142,8 +142,8 @@ class FakeRank:
             opened, _ = open_states(state_dict)
             return run_save(
                 opened,
-                DefaultSavePlanner() if planner is None else our_save_planner(planner),
-                our_storage_writer(choose_writer(storage_writer, checkpoint_id)),
+                adapt_save_planner(DefaultSavePlanner() if planner is None else planner),
+                adapt_writer(choose_writer(storage_writer, checkpoint_id)),
                 exchange,
             )
 
@@ -160,8 +160,8 @@ class FakeRank:
             opened, found = open_states(state_dict)
             run_load(
                 opened,
-                DefaultLoadPlanner() if planner is None else our_load_planner(planner),
-                our_storage_reader(choose_reader(storage_reader, checkpoint_id)),
+                adapt_load_planner(DefaultLoadPlanner() if planner is None else planner),
+                adapt_reader(choose_reader(storage_reader, checkpoint_id)),
                 exchange,
             )
         return_states(state_dict, opened, found)

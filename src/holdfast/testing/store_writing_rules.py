@@ -7,7 +7,7 @@ from array import array
 import pytest
 
 from holdfast._io import pool
-from holdfast._io.oversight import STRIDE, Oversight
+from holdfast._io.progress import STRIDE, ProgressTracker
 from holdfast._io.store import ByteStore
 from holdfast.errors import StorageError, UsageError
 from holdfast.testing.store_subject import MIB, StoreSubject, pattern
@@ -120,7 +120,7 @@ class WritingRules(StoreSubject):
         """However they come, and whatever the size of a piece."""
         told = _Told(stop_at=1 << 60)
         with store.create("a", durable=self.durable) as file:
-            file.oversight = told
+            file.progress = told
             for nbytes in (5, 20 * MIB, 3):
                 file.write(bytes(nbytes))
         assert sum(told.steps) == 20 * MIB + 8
@@ -130,7 +130,7 @@ class WritingRules(StoreSubject):
         """Its exception leaves the write, and the file is gone."""
         told = _Told(stop_at=12 * MIB)
         file = store.create("a", durable=self.durable)
-        file.oversight = told
+        file.progress = told
         with pytest.raises(InterruptedError):
             file.write(bytes(64 * MIB))
         assert sum(told.steps) <= 12 * MIB + STRIDE
@@ -159,14 +159,15 @@ class WritingRules(StoreSubject):
             assert store.read(name, max_bytes=len(data)) == data
 
 
-class _Told(Oversight):
+class _Told(ProgressTracker):
     """Notes the steps, and says that it is enough after so many bytes."""
 
     def __init__(self, stop_at: int) -> None:
+        super().__init__()
         self.steps: list[int] = []
         self._stop_at = stop_at
 
-    def wrote(self, nbytes: int) -> None:
+    def advance(self, nbytes: int) -> None:
         self.steps.append(nbytes)
         if sum(self.steps) >= self._stop_at:
             raise InterruptedError("enough")

@@ -1,46 +1,31 @@
-"""The copy that a save in the background is made from: taken by whatever stager there is, given back once."""
+"""The copy of a state that a save in the background writes, whichever stager made it."""
 
-import inspect
 from collections.abc import Hashable
 from concurrent.futures import Future
 from typing import Any
 
-from holdfast._engine.request import Same
-from holdfast._engine.save_future import SaveFuture
+from holdfast._background.running_save import IdentityKey, RunningSave
+from holdfast._background.save_future import SaveFuture
+from holdfast._engine.adapt import gives_leases
+from holdfast._engine.ports import WriterPort
 from holdfast._helper import remote_writer
 from holdfast._staging.stage import Staging
 from holdfast._staging.staged import StagedState
-from holdfast.staging import BlockingAsyncStager
-from holdfast.storage import StorageWriter
 
-__all__ = ["Copy", "Source", "is_stager", "stager_keys", "take_copy"]
+__all__ = ["CopySource", "StateCopy", "stager_keys", "take_copy"]
 
 _ours: dict[bool, Staging] = {}
 """For callers who bring no stager. Kept for the next save: touching new memory costs more than copying."""
 
 
-def is_stager(candidate: Any) -> bool:
-    """Whether a storage writer stages in a way of its own, as torch's and those written after it do.
-
-    One that only inherits what ``BlockingAsyncStager`` does is served better by the buffers that we keep.
-    """
-    if isinstance(candidate, BlockingAsyncStager) and not getattr(candidate, "type_check", False):
-        inherited = ("stage", "synchronize_staging", "should_synchronize_after_execute")
-        return any(
-            inspect.getattr_static(candidate, name) is not inspect.getattr_static(BlockingAsyncStager, name)
-            for name in inherited
-        )
-    return all(hasattr(candidate, name) for name in ("stage", "should_synchronize_after_execute"))
-
-
 def stager_keys(stager: Any, *, shared: bool) -> frozenset[Hashable]:
-    """What a save has to itself, so that there is one copy at a time."""
-    own: Hashable = ("our staging", shared) if stager is None else Same(stager)
+    """The keys by which saves that use the same staging buffers run one after the other."""
+    own: Hashable = ("our staging", shared) if stager is None else IdentityKey(stager)
     # What was not staged into shared memory is copied into ours once more.
     return frozenset([own, ("our staging", True)] if shared else [own])
 
 
-class Copy:
+class StateCopy:
     """A state that does not change any more, or will not from some moment on.
 
     Attributes:
@@ -90,7 +75,7 @@ class Copy:
             staged.release()
 
 
-def take_copy(stager: Any, state: dict[str, Any], *, shared: bool) -> Copy:
+def take_copy(stager: Any, state: dict[str, Any], *, shared: bool) -> StateCopy:
     """Stage a state. When this returns, the original may change unless the copy says otherwise.
 
     Args:
@@ -102,11 +87,11 @@ def take_copy(stager: Any, state: dict[str, Any], *, shared: bool) -> Copy:
         PlanError: A value cannot be copied. An asynchronous stager's failure is raised by the copy instead.
     """
     if stager is None:
-        copy = Copy(is_asynchronous=False)
+        copy = StateCopy(is_asynchronous=False)
         copy._staged = _our_staging(shared=shared).stage(state, when_busy="another")  # noqa: SLF001
         return copy
-    if _gives_leases(stager):
-        copy = Copy(is_asynchronous=stager.is_asynchronous)
+    if gives_leases(stager):
+        copy = StateCopy(is_asynchronous=stager.is_asynchronous)
         try:
             copy._staged = stager.stage_leased(state, when_busy="another")  # noqa: SLF001
         except Exception as error:
@@ -115,38 +100,43 @@ def take_copy(stager: Any, state: dict[str, Any], *, shared: bool) -> Copy:
             copy._error = error  # noqa: SLF001
         return copy
     staged = stager.stage(state)
-    copy = Copy(is_asynchronous=isinstance(staged, Future))
+    copy = StateCopy(is_asynchronous=isinstance(staged, Future))
     copy._state = staged  # noqa: SLF001
     return copy
 
 
-class Source:
-    """Where the thread of a save gets what it writes, and what it writes with."""
+class CopySource:
+    """Gives the thread of a save the copied state and the writer, once the copy is complete."""
 
-    def __init__(self, copy: Copy, writer: StorageWriter, future: SaveFuture, *, in_process: bool) -> None:
+    def __init__(
+        self,
+        copy: StateCopy,
+        writer: WriterPort,
+        future: SaveFuture,
+        running: RunningSave,
+        *,
+        in_process: bool,
+    ) -> None:
         self._copy = copy
         self._writer = writer
         self._staged = future.staged
+        self._running = running
         self._in_process = in_process
 
-    def __call__(self) -> tuple[dict[str, Any], StorageWriter]:
-        """Wait for the copy, and say that it is complete."""
+    def __call__(self) -> tuple[dict[str, Any], WriterPort]:
+        """Wait for the copy, and report that it is complete."""
         state = self._copy.wait()
         if not self._staged.done():
             self._staged.complete(None)
         if not self._in_process:
             return state, self._writer
         staged = self._copy.wait_shared()
-        return staged.state, remote_writer(self._writer, staged)
+        writer = remote_writer(self._writer, staged)
+        self._running.writes_elsewhere(writer)
+        return staged.state, writer
 
 
 def _our_staging(*, shared: bool) -> Staging:
     if shared not in _ours:
         _ours[shared] = Staging(shared_memory=shared, pinned_memory=True)
     return _ours[shared]
-
-
-def _gives_leases(stager: Any) -> bool:
-    """Whether it is our DefaultStager, with its own way of staging: a subclass may have changed ``stage``."""
-    owner = next((cls for cls in type(stager).__mro__ if "stage_leased" in vars(cls)), None)
-    return owner is not None and inspect.getattr_static(stager, "stage") is vars(owner).get("stage")

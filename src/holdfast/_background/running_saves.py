@@ -1,4 +1,4 @@
-"""All saves in the background of this process: who waits for whom, and which failures nobody has seen."""
+"""All saves in the background of this process: which wait for which, and which failures nobody has seen."""
 
 import itertools
 import os
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from holdfast._engine.request import Request
+from holdfast._background.running_save import RunningSave, exclusive_keys
 from holdfast._ranks.exchange import Alone, Exchange
 from holdfast.errors import WRAPPED_EXCEPTION, CheckpointException, portable_failure
 
-__all__ = ["Roster", "Scope", "roster"]
+__all__ = ["RunningSaves", "Scope", "running_saves"]
 
 
 class Scope:
@@ -53,12 +53,12 @@ class _Findings(NamedTuple):
     is_busy: bool
 
 
-class Roster:
-    """The requests that run, and those that failed unseen. Any thread may use it."""
+class RunningSaves:
+    """The saves that run, and those whose failure nobody has seen. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._requests: list[Request] = []
+        self._saves: list[RunningSave] = []
         self._alone = Scope()
         self._scopes: weakref.WeakKeyDictionary[Any, Scope] = weakref.WeakKeyDictionary()
 
@@ -69,32 +69,47 @@ class Roster:
         with self._lock:
             return self._scopes.setdefault(group or dist.group.WORLD, Scope())
 
-    def add(self, request: Request) -> None:
-        """A save begins."""
+    def add(self, save: RunningSave) -> None:
+        """Add a save that begins."""
         with self._lock:
-            self._requests = [known for known in self._requests if _matters(known)] + [request]
+            self._saves = [known for known in self._saves if _matters(known)] + [save]
 
-    def running(self) -> list[Request]:
+    def running(self) -> list[RunningSave]:
         """The saves that have not ended."""
         with self._lock:
-            return [request for request in self._requests if not request.ended.is_set()]
+            return [save for save in self._saves if not save.ended.is_set()]
 
-    def unseen(self) -> list[Request]:
+    def unseen(self) -> list[RunningSave]:
         """The saves that have failed and whose failure nobody knows."""
         with self._lock:
-            return [request for request in self._requests if request.is_unseen_failure]
+            return [save for save in self._saves if save.is_unseen_failure]
 
-    def busy(self, keys: frozenset[Hashable]) -> list[Request]:
+    def busy(self, keys: frozenset[Hashable]) -> list[RunningSave]:
         """The saves that have not ended and want one of these things to themselves."""
-        return [request for request in self.running() if request.keys & keys]
+        return [save for save in self.running() if save.keys & keys]
 
     def wait_for(self, keys: frozenset[Hashable]) -> float:
         """Return when no save uses any of these; how many seconds that took."""
         start = time.monotonic()
         busy = self.busy(keys)
-        for request in busy:
-            request.wait()
+        for save in busy:
+            save.wait()
         return time.monotonic() - start if busy else 0.0
+
+    def come_after(
+        self,
+        exchange: Exchange,
+        group: dist.ProcessGroup | None,
+        checkpoint_id: str | os.PathLike[str] | None,
+        storage: Any,
+        planner: Any,
+    ) -> None:
+        """Wait for saves that share place, storage or planner with this call, and raise unseen failures.
+
+        Every ``save`` and ``load`` does this first, on every rank.
+        """
+        self.wait_for(exclusive_keys(checkpoint_id, storage, planner)[1])
+        self.settle(exchange, self.scope(exchange, group))
 
     def settle(
         self,
@@ -137,38 +152,38 @@ class Roster:
         unseen: list[_Unseen] = []
         is_open = False
         with self._lock:
-            requests = list(self._requests)
-        for request in requests:
-            error = request.error
-            if request.scope is scope and not request.ended.is_set():
+            saves = list(self._saves)
+        for save in saves:
+            error = save.error
+            if save.scope is scope and not save.ended.is_set():
                 is_open = True
-            elif error is not None and request.is_unseen_failure:
-                if leave_to_futures and request.may_still_be_looked_at:
-                    request.passed_over = is_open = True
-                elif request.scope is scope or scope is self._alone or request.scope is self._alone:
-                    number = request.number if request.scope is scope else None
+            elif error is not None and save.is_unseen_failure:
+                if leave_to_futures and save.may_still_be_looked_at:
+                    save.passed_over = is_open = True
+                elif save.scope is scope or scope is self._alone or save.scope is self._alone:
+                    number = save.number if save.scope is scope else None
                     if number is None or scope is self._alone:
-                        request.looked_at = True
+                        save.looked_at = True
                     failure = portable_failure((error, traceback.extract_tb(error.__traceback__)))
-                    unseen.append(_Unseen(number, request.place, failure))
+                    unseen.append(_Unseen(number, save.place, failure))
         return _Findings(unseen, is_open, is_busy)
 
     def _mark(self, scope: Scope, unseen: Sequence[_Unseen]) -> None:
         """What is raised on every rank has been seen, also where it has not been noticed yet."""
         numbers = {found.number for found in unseen}
         with self._lock:
-            for request in self._requests:
-                if request.scope is scope and request.number in numbers:
-                    request.looked_at = True
+            for save in self._saves:
+                if save.scope is scope and save.number in numbers:
+                    save.looked_at = True
 
     def forget(self) -> None:
-        """In a forked child: its parent's saves are not its own."""
+        """Forget all saves: a forked child does not run those of its parent."""
         self._lock = threading.Lock()
-        self._requests = []
+        self._saves = []
 
 
-def _matters(request: Request) -> bool:
-    return not request.ended.is_set() or request.is_unseen_failure
+def _matters(save: RunningSave) -> bool:
+    return not save.ended.is_set() or save.is_unseen_failure
 
 
 def _together(ranks: Sequence[_Findings]) -> _Findings:
@@ -191,8 +206,8 @@ def _told_again(unseen: _Unseen, rank: int) -> CheckpointException:
     return made
 
 
-roster = Roster()
-"""The one of this process."""
+running_saves = RunningSaves()
+"""Those of this process."""
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=roster.forget)
+    os.register_at_fork(after_in_child=running_saves.forget)

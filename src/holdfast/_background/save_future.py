@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from holdfast._engine.request import Progress, Request
+from holdfast._background.running_save import Progress, RunningSave
 from holdfast.metadata import Metadata
 
 __all__ = ["SaveFuture", "StagedFuture"]
@@ -36,15 +36,15 @@ class _Watched(Future[T]):
         return error
 
     def complete(self, value: T) -> None:
-        """It went well."""
+        """Finish with a value."""
         self.set_result(value)
 
     def fail(self, error: BaseException) -> None:
-        """It did not."""
+        """Finish with an error."""
         self.set_exception(error)
 
     def give_up(self) -> None:
-        """It was cancelled."""
+        """Finish as cancelled."""
         Future.cancel(self)
         self.set_running_or_notify_cancel()
 
@@ -75,26 +75,26 @@ class SaveFuture(_Watched[Metadata | None]):
         skipped: Whether nothing was saved because an earlier save was not done. The result is None then.
     """
 
-    def __init__(self, request: Request, *, waited: float = 0.0, skipped: bool = False) -> None:
+    def __init__(self, running: RunningSave, *, waited: float = 0.0, skipped: bool = False) -> None:
         def looked_at() -> None:
-            request.looked_at = True
+            running.looked_at = True
 
         super().__init__(looked_at)
         self.staged = StagedFuture(looked_at)
         self.waited = waited
         self.skipped = skipped
-        self._request = request
-        request.future = weakref.ref(self)
+        self._running = running
+        running.future = weakref.ref(self)
 
     def cancel(self) -> bool:
-        """Have the save given up, on all ranks; nothing of it will be seen.
+        """Cancel the save on all ranks, if it is not too late.
 
         Returns:
-            False if it is too late: the save is done, or this rank has written its part and the coordinator
-            may be committing. True is a promise that it is not committed; ``done`` and ``cancelled`` follow
-            when all that it wrote is removed. The futures of other ranks are cancelled too.
+            True if it was not too late: before the commit on the coordinator, before the rank has written
+            its part on the others. Then nothing is committed; ``done`` and ``cancelled`` become true when
+            all that the save wrote is removed, and the futures of other ranks are cancelled too.
         """
-        return not self.done() and self._request.cancel()
+        return not self.done() and self._running.cancel()
 
     def running(self) -> bool:
         """Whether there is no outcome yet."""
@@ -104,9 +104,9 @@ class SaveFuture(_Watched[Metadata | None]):
         """Whether there is an outcome."""
         is_done = super().done()
         if is_done:
-            self._request.asked = True
+            self._running.asked = True
         return is_done
 
     def progress(self) -> Progress:
         """Bytes written by this rank, bytes to write, and bytes a second. Never waits."""
-        return self._request.progress()
+        return self._running.progress()

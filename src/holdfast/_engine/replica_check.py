@@ -7,9 +7,9 @@ have other keys, as the stages of a pipeline do, or other values.
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
+from holdfast._engine.ports import Fingerprints, SavePlannerPort
 from holdfast._ranks.exchange import Exchange
 from holdfast.errors import PlanError
 
@@ -26,21 +26,20 @@ class Replicas:
     """This rank's values that others have too, as fingerprints, for one save.
 
     Args:
-        planner: The planner; one that has no ``fingerprints`` is not asked, and nothing is compared.
+        planner: The planner. If it makes no fingerprints, nothing is compared.
         exchange: The ranks.
     """
 
-    def __init__(self, planner: Any, exchange: Exchange) -> None:
+    def __init__(self, planner: SavePlannerPort, exchange: Exchange) -> None:
         self.exchange = exchange
-        self._ask: Callable[[], Mapping[Holders, Mapping[str, bytes]]] | None
-        self._ask = getattr(planner, "fingerprints", None)
-        self._marks: Mapping[Holders, Mapping[str, bytes]] = {}
+        self._planner = planner
+        self._marks: Fingerprints = {}
 
     def together(self) -> dict[Holders, bytes]:
         """One fingerprint for all that certain ranks hold; nothing if this rank is alone, or is not told."""
-        if self._ask is None or self.exchange.world_size == 1:
+        if self.exchange.world_size == 1:
             return {}
-        self._marks = self._ask()
+        self._marks = self._planner.fingerprints()
         return {holders: _joined(marks) for holders, marks in self._marks.items()}
 
     def compare(self) -> None:

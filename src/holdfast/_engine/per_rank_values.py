@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from holdfast._engine.ports import LoadPlannerPort, SavePlannerPort
 from holdfast._engine.saved_by_rank import ABSENT, Path, find, flat, saved_places, why_absent
-from holdfast._engine.stateful import OpenedState, open_states, return_states
+from holdfast._engine.stateful_objects import OpenedState, open_states, return_states
 from holdfast.default_planner import EmptyStateDictLoadPlanner
 from holdfast.errors import DtypeMismatchError, PlanError, ShapeMismatchError, UsageError
 from holdfast.metadata import Metadata
@@ -18,7 +19,9 @@ from holdfast.stateful import Stateful
 __all__ = ["LoadByRank", "split_by_rank"]
 
 
-def split_by_rank(state: dict[str, Any], planner: Any, *, rank: int, world_size: int) -> dict[str, Any]:
+def split_by_rank(
+    state: dict[str, Any], planner: SavePlannerPort, *, rank: int, world_size: int
+) -> dict[str, Any]:
     """The state to save: each PerRank replaced by a dict with this rank's value under this rank's name.
 
     The state itself where there is none. Leaves, and containers without a PerRank, are shared with it;
@@ -35,8 +38,10 @@ def split_by_rank(state: dict[str, Any], planner: Any, *, rank: int, world_size:
     return _Walk(replace).start(state)
 
 
-def _open_value(owner: "PerRank[Any]", path: Path, planner: Any) -> tuple[dict[Any, Any], list[OpenedState]]:
-    if not getattr(planner, "flatten_state_dict", True):
+def _open_value(
+    owner: "PerRank[Any]", path: Path, planner: SavePlannerPort | LoadPlannerPort
+) -> tuple[dict[Any, Any], list[OpenedState]]:
+    if not planner.flattens:
         raise UsageError(
             f"{flat(path)}: a PerRank needs a planner that flattens the state, for only so has each rank's "
             "value a name of its own. Pass flatten_state_dict=True.",
@@ -137,7 +142,13 @@ class LoadByRank:
     """
 
     def __init__(
-        self, state: dict[str, Any], planner: Any, metadata: Metadata, *, rank: int, world_size: int
+        self,
+        state: dict[str, Any],
+        planner: LoadPlannerPort,
+        metadata: Metadata,
+        *,
+        rank: int,
+        world_size: int,
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self._metadata, self._planner = metadata, planner

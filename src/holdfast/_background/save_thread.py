@@ -1,4 +1,4 @@
-"""A save in the background: the same in a thread of its own, on an exchange that the trainer's opened."""
+"""The thread that runs a save in the background."""
 
 import logging
 import os
@@ -8,17 +8,16 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from holdfast._engine.request import Request, is_cancellation
-from holdfast._engine.roster import roster
+from holdfast._background.cancellable_writer import CancellableWriter
+from holdfast._background.running_save import RunningSave, is_cancellation
+from holdfast._background.running_saves import running_saves
+from holdfast._background.save_future import SaveFuture
+from holdfast._engine.ports import SavePlannerPort, WriterPort
 from holdfast._engine.save import run_save
-from holdfast._engine.save_future import SaveFuture
-from holdfast._engine.watched_writer import WatchedWriter
 from holdfast._ranks.exchange import Exchange
 from holdfast.metadata import Metadata
-from holdfast.planner import SavePlanner
-from holdfast.storage import StorageWriter
 
-__all__ = ["BackgroundSave"]
+__all__ = ["SaveThread"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,57 +26,57 @@ logger = logging.getLogger(__name__)
 _NICENESS = 5
 
 
-class BackgroundSave:
-    """One save, from the moment when the state is staged or being staged.
+class SaveThread:
+    """One save, from the moment when the state is staged or is being staged.
 
     The thread is not a daemon: the interpreter waits for it when the program ends, however that comes about,
     before anything that it needs is taken down.
 
     Args:
-        request: Its shared state, not yet on the roster.
+        running: Its shared state.
         future: What the caller is given.
         exchange: Opened by the trainer's thread, left by this one.
-        obtain: Returns the staged state and who writes it, once the copy is complete; it raises why it never
-            will be. Called in the thread.
-        planner: Plans.
+        obtain: Called in the thread. Returns the staged state and its writer once the copy is complete, or
+            raises why there is no copy.
+        planner: Decides what is written.
         use_collectives: As for ``save``.
         release: Called in the thread when the staged state is not needed any more.
     """
 
     def __init__(
         self,
-        request: Request,
+        running: RunningSave,
         future: SaveFuture,
         exchange: Exchange,
         *,
-        obtain: Callable[[], tuple[dict[str, Any], StorageWriter]],
-        planner: SavePlanner,
+        obtain: Callable[[], tuple[dict[str, Any], WriterPort]],
+        planner: SavePlannerPort,
         use_collectives: bool,
         release: Callable[[], None],
     ) -> None:
-        self._request = request
+        self._running = running
         self._future: SaveFuture | None = future
         self._exchange: Exchange | None = exchange
-        self._obtain: Callable[[], tuple[dict[str, Any], StorageWriter]] | None = obtain
-        self._planner: SavePlanner | None = planner
+        self._obtain: Callable[[], tuple[dict[str, Any], WriterPort]] | None = obtain
+        self._planner: SavePlannerPort | None = planner
         self._use_collectives = use_collectives
         self._release: Callable[[], None] | None = release
 
     def start(self) -> None:
-        """Begin. Raises RuntimeError where the system has no thread to give; then nothing has begun."""
-        thread = threading.Thread(target=self._run, name=f"holdfast-save-{self._request.number}")
+        """Start the thread. Raises RuntimeError if the system has none to give; then nothing has begun."""
+        thread = threading.Thread(target=self._run, name=f"holdfast-save-{self._running.number}")
         thread.daemon = False  # also where the thread that calls is one
-        roster.add(self._request)
+        running_saves.add(self._running)
         try:
             thread.start()
         except BaseException:
-            self._request.ended.set()
+            self._running.ended.set()
             assert self._future is not None
             self._future.give_up()
             raise
 
     def _run(self) -> None:
-        _step_back()
+        _lower_priority()
         metadata: Metadata | None = None
         error: BaseException | None = None
         try:
@@ -93,32 +92,33 @@ class BackgroundSave:
         assert self._planner is not None
         with self._exchange:
             state, writer = self._obtain()
-            self._request.check()
+            self._running.check()
             return run_save(
                 state,
                 self._planner,
-                WatchedWriter(writer, self._request),
+                CancellableWriter(writer, self._running),
                 self._exchange,
                 use_collectives=self._use_collectives,
+                progress=self._running.tracker,
             )
 
     def _end(self, metadata: Metadata | None, error: BaseException | None) -> None:
-        """Free everything, then tell: whoever is told may begin the next save at once."""
-        request, future, release = self._request, self._future, self._release
+        """Free everything, then finish the future: its callbacks may begin the next save at once."""
+        running, future, release = self._running, self._future, self._release
         assert future is not None
         assert release is not None
         self._future = self._exchange = self._obtain = self._planner = self._release = None
         try:
             release()
         except Exception as failure:  # noqa: BLE001 - a stranger's stager may raise anything
-            logger.warning("%s: the staged copy could not be released: %r", request.place, failure)
+            logger.warning("%s: the staged copy could not be released: %r", running.place, failure)
         cancelled = error is not None and is_cancellation(error)
         if error is not None and not cancelled:
-            request.error = error
-            logger.error("the save to %s in the background failed: %s", request.place, error)
-        request.group = None
-        request.ended.set()
-        request.keys = frozenset()
+            running.error = error
+            logger.error("the save to %s in the background failed: %s", running.place, error)
+        running.group = None
+        running.ended.set()
+        running.keys = frozenset()
         # In this order: a callback may begin the next save, which waits until this future is done.
         _finish(future, error, metadata, cancelled=cancelled)
         if not future.staged.done():
@@ -134,8 +134,8 @@ def _finish(future: Any, error: BaseException | None, value: Any, *, cancelled: 
         future.complete(value)
 
 
-def _step_back() -> None:
-    """Let the trainer go first. Threads that this one starts inherit that; the trainer's own do not."""
+def _lower_priority() -> None:
+    """Lower the priority of this thread and of those that it starts; the trainer's threads keep theirs."""
     if sys.platform == "linux":
         try:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
@@ -144,7 +144,7 @@ def _step_back() -> None:
 
 
 def _forget_locals(error: BaseException | None) -> None:
-    """Let go of the staged state, which the frames of a traceback hold for as long as the error lives."""
+    """Release the staged state, which the frames of a traceback hold for as long as the error lives."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -1,7 +1,7 @@
-"""How a process ends while saves run in the background, or after one has failed unseen.
+"""How a process ends while saves run in the background, or after one has failed and nobody has seen it.
 
-The interpreter waits for the threads of saves by itself. What is left is to say what nobody has seen, with an
-exit status that is not zero, and to give a save the time that SIGTERM leaves it.
+The interpreter waits for the threads of saves by itself. This module reports failures that nobody has seen,
+with an exit status that is not zero, and gives saves time after SIGTERM.
 """
 
 import atexit
@@ -15,35 +15,35 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast._engine.request import Request
-from holdfast._engine.roster import roster
+from holdfast._background.running_save import RunningSave
+from holdfast._background.running_saves import running_saves
 from holdfast.errors import UsageError
 
-__all__ = ["GRACE_VARIABLE", "expect_the_end", "set_grace_period"]
+__all__ = ["GRACE_VARIABLE", "prepare_for_shutdown", "set_grace_period"]
 
 GRACE_VARIABLE = "HOLDFAST_GRACE_PERIOD"
 
-# What abandoning takes: removing files that were being written. Longer than that nobody is waited for.
-_PATIENCE = 5.0
+# How long a cancelled save may take to remove its files before the process ends anyway.
+_CANCEL_SECONDS = 5.0
 
 
 class _Grace:
-    """How long a save may go on after SIGTERM; None until somebody has said so."""
+    """How long saves may go on after SIGTERM; None until it has been set."""
 
     seconds: float | None = None
 
 
 def set_grace_period(seconds: float) -> None:
-    """How long saves in the background may go on after SIGTERM before they are given up.
+    """Set how long saves in the background may go on after SIGTERM before they are cancelled.
 
     With 0, the default, SIGTERM ends the process at once as it always does: what was saved before is there,
     whole. Otherwise the process goes on, training included, until its saves are done or the time is over;
-    those that are not done are given up, what they wrote is removed, and the process ends by SIGTERM.
+    those that are not done are cancelled, what they wrote is removed, and the process ends by SIGTERM.
     The environment variable ``HOLDFAST_GRACE_PERIOD`` sets it for programs that do not call this.
 
-    To be called in the main thread. A handler that the program has for SIGTERM is never replaced: it decides,
-    and a program that leaves by it, with ``sys.exit`` say, waits for its saves. Not guaranteed: a main thread
-    that stays in native code, where no handler of Python's runs.
+    It must be called in the main thread. If the program has its own SIGTERM handler, that handler stays in
+    place and the grace period has no effect; if it calls ``sys.exit``, Python waits for the saves. Not
+    guaranteed: a main thread that stays in native code, where Python runs no handler.
 
     Raises:
         UsageError: ``seconds`` is negative, or this is not the main thread.
@@ -59,8 +59,10 @@ def set_grace_period(seconds: float) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def expect_the_end() -> None:
-    """Called when a save begins: read the environment, once, and listen for SIGTERM if that asks for it.
+def prepare_for_shutdown() -> None:
+    """Read the grace period from the environment, once, and handle SIGTERM if there is one.
+
+    Every save in the background calls this when it begins.
 
     Raises:
         UsageError: The environment variable is not a number of seconds.
@@ -86,23 +88,26 @@ def _take_signal() -> None:
 def _on_sigterm(number: int, frame: types.FrameType | None) -> None:  # noqa: ARG001 - the form of a handler
     # In a thread, because this one may hold a lock that a save needs.
     threading.Thread(
-        target=_leave, args=(roster.running(), _Grace.seconds or 0.0), name="holdfast-farewell", daemon=True
+        target=_leave,
+        args=(running_saves.running(), _Grace.seconds or 0.0),
+        name="holdfast-shutdown",
+        daemon=True,
     ).start()
 
 
-def _leave(requests: Sequence[Request], grace: float) -> None:
-    if not _all_end(requests, grace):
-        for request in requests:
-            request.cancel()
-        _all_end(requests, _PATIENCE)
+def _leave(saves: Sequence[RunningSave], grace: float) -> None:
+    if not _all_end(saves, grace):
+        for save in saves:
+            save.cancel()
+        _all_end(saves, _CANCEL_SECONDS)
     # Only the main thread may do this through Python, and it may be in native code for hours.
     ctypes.pythonapi.PyOS_setsig(int(signal.SIGTERM), None)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _all_end(requests: Sequence[Request], seconds: float) -> bool:
+def _all_end(saves: Sequence[RunningSave], seconds: float) -> bool:
     deadline = time.monotonic() + seconds
-    return all(request.ended.wait(max(0.0, deadline - time.monotonic())) for request in requests)
+    return all(save.ended.wait(max(0.0, deadline - time.monotonic())) for save in saves)
 
 
 class _LastFlush:
@@ -125,15 +130,15 @@ class _LastFlush:
 
 
 @atexit.register
-def _say_what_nobody_has_seen() -> None:
+def _report_unseen_failures() -> None:
     """Runs when all threads of saves have ended."""
-    unseen = roster.unseen()
-    for request in unseen:
-        request.looked_at = True
+    unseen = running_saves.unseen()
+    for save in unseen:
+        save.looked_at = True
         if sys.stderr is not None:
             sys.stderr.write(
-                f"holdfast: the save to {request.place} in the background failed, and nobody looked at its "
-                f"future; the checkpoint was NOT saved:\n{request.error}\n"
+                f"holdfast: the save to {save.place} in the background failed, and nobody looked at its "
+                f"future; the checkpoint was NOT saved:\n{save.error}\n"
             )
     if unseen:
         sys.stderr = _LastFlush(sys.stderr)

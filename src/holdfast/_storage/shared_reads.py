@@ -14,7 +14,7 @@ from holdfast._io.store import ByteStore
 from holdfast._plan.own_values import own_values
 from holdfast._plan.read_lines import ReadColumns, ReadLines
 from holdfast._ranks.exchange import Exchange
-from holdfast._storage.passing import PassingStore
+from holdfast._storage.broadcast_source import BroadcastSource
 from holdfast._storage.shelf import Shelf, shelf_of
 from holdfast._tensors.chunks import is_tensor, local_parts
 from holdfast.metadata import Metadata
@@ -222,10 +222,10 @@ class _Reading:
         jobs = []
         for at, part in enumerate(dealt):
             lane = self.exchange.lane(members)
-            store = PassingStore(self.store, lane, self.exchange.rank, at)
+            store = BroadcastSource(self.store, lane, self.exchange.rank, at)
             plan = self._plan([numbers[number] for number in part])
 
-            def job(store: PassingStore = store, plan: LoadPlan = plan, lane: Any = lane) -> None:
+            def job(store: BroadcastSource = store, plan: LoadPlan = plan, lane: Any = lane) -> None:
                 with lane:
                     self.read(store, plan, 1)
 

@@ -6,17 +6,25 @@ import threading
 import time
 import weakref
 from collections.abc import Hashable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
-from holdfast._io.oversight import Oversight
-from holdfast._io.tally import Tally
+from holdfast._engine.adapt import place_of
+from holdfast._io.progress import ProgressTracker
 from holdfast.errors import CheckpointError, CheckpointException
 
-__all__ = ["Delegate", "Progress", "Request", "Same", "SaveCancelledError", "claims_of", "is_cancellation"]
+__all__ = [
+    "IdentityKey",
+    "Progress",
+    "RunningSave",
+    "SaveCancelledError",
+    "WriterElsewhere",
+    "exclusive_keys",
+    "is_cancellation",
+]
 
 
 class SaveCancelledError(CheckpointError):
-    """A save was given up because somebody asked for it. It stays inside: futures are cancelled instead."""
+    """A save was cancelled. Users do not see it: futures report themselves as cancelled instead."""
 
 
 def is_cancellation(error: BaseException) -> bool:
@@ -27,38 +35,41 @@ def is_cancellation(error: BaseException) -> bool:
     return any(isinstance(cause, SaveCancelledError) for cause in causes)
 
 
-class Same:
-    """An object as a key: equal to nothing but itself, whatever its own ideas of equality are."""
+class IdentityKey:
+    """An object as a key: equal to nothing but itself, whatever its own ``__eq__`` says."""
 
     def __init__(self, it: object) -> None:
         self._it = it  # held, so that no other object gets its id
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other._it is self._it
+        return isinstance(other, IdentityKey) and other._it is self._it
 
     def __hash__(self) -> int:
         return id(self._it)
 
 
-def claims_of(
-    checkpoint_id: str | os.PathLike[str] | None, writer: Any, planner: Any
+def exclusive_keys(
+    checkpoint_id: str | os.PathLike[str] | None, storage: Any, planner: Any
 ) -> tuple[str, frozenset[Hashable]]:
-    """The place of a save in words, and what it has to itself: place, writer and planner keep state."""
-    place: Any = checkpoint_id or getattr(writer, "checkpoint_id", None) or getattr(writer, "path", None)
-    keys: set[Hashable] = {Same(tool) for tool in (writer, planner) if tool is not None}
+    """The place of a save or load in words, and what it must not share with a save that is under way.
+
+    These are its place, its storage and its planner, because each of them keeps state.
+    """
+    place = checkpoint_id or place_of(storage)
+    keys: set[Hashable] = {IdentityKey(plugin) for plugin in (storage, planner) if plugin is not None}
     if isinstance(place, str | os.PathLike):
         place = os.fspath(place)
-        keys.add(("place", place if "://" in str(place) else os.path.realpath(place)))
-    return (f"a {type(writer).__name__}" if place is None else str(place)), frozenset(keys)
+        keys.add(("place", place if "://" in place else os.path.realpath(place)))
+    return (f"a {type(storage).__name__}" if place is None else str(place)), frozenset(keys)
 
 
 class Progress(NamedTuple):
-    """How far this rank's part of a save is.
+    """How far this rank's part of a save or load is.
 
     Attributes:
-        nbytes_done: What has been written.
-        nbytes_total: What is to be written; 0 until that is planned.
-        rate: Bytes a second since writing began; 0 until it has.
+        nbytes_done: The bytes that have been written or read.
+        nbytes_total: The bytes to write or read; 0 until that is planned.
+        rate: Bytes a second since the first byte; 0 until then.
     """
 
     nbytes_done: int
@@ -66,34 +77,34 @@ class Progress(NamedTuple):
     rate: float
 
 
-@runtime_checkable
-class Delegate(Protocol):
-    """Who writes in another process: can be asked how far that is, and told what is wanted."""
+class WriterElsewhere(Protocol):
+    """A write that another process does."""
 
     def progress(self) -> tuple[int, int]:
-        """Bytes written, and bytes in all."""
+        """The bytes written, and the bytes in all."""
 
     def cancel(self) -> None:
-        """Stop."""
+        """Make it stop."""
 
 
-class Request(Oversight):
+class RunningSave:
     """The shared state of one save in the background. Any thread may use it.
 
-    A save can be given up until its last word: on the coordinator that is the commit, on every other rank
-    telling the coordinator that its part is written. ``cancel`` and ``close`` race for it, and one wins.
+    A save can be cancelled until it is closed. On the coordinator that is just before the commit; on every
+    other rank it is when the rank has written its part. ``cancel`` and ``close`` race, and one wins.
 
     Attributes:
-        place: Where to, in words.
-        keys: What it has to itself until it ends; two requests that share one run one after the other.
-        scope: Who saves together: the same object for all requests of a group.
+        place: Where it saves to, in words.
+        keys: What it has for itself until it ends; two saves that share a key run one after the other.
+        scope: Who saves together: the same object for all saves of a group.
         number: Its number in that scope, the same on every rank.
         group: The process group, held because its channel would end with it.
+        tracker: Told of the bytes that are written; raises SaveCancelledError once the save is cancelled.
         ended: Set when nothing of it runs any more and all that it held is free.
-        error: Why it failed; None while it has not. Cancelling is no failure.
+        error: Why it failed; None while it has not failed. Cancelling is no failure.
         looked_at: Whether somebody has been told of the failure.
         passed_over: Whether a call has left the failure to the future, which its caller still held.
-        asked: Whether the caller has asked if it is done, and was told so.
+        asked: Whether the caller has asked if it is done, and the answer was yes.
         future: The future, as long as somebody holds it.
     """
 
@@ -103,6 +114,7 @@ class Request(Oversight):
         self.scope = scope
         self.number = number
         self.group = group
+        self.tracker = ProgressTracker(lambda _: self.check())
         self.ended = threading.Event()
         self.error: BaseException | None = None
         self.looked_at = False
@@ -113,10 +125,9 @@ class Request(Oversight):
         self._is_cancelled = False
         self._is_closed = False
         self._total = 0
-        self._tally = Tally()
         self._began: float | None = None
         self._stopped: float | None = None
-        self._delegate: Delegate | None = None
+        self._elsewhere: WriterElsewhere | None = None
 
     @property
     def is_unseen_failure(self) -> bool:
@@ -130,73 +141,60 @@ class Request(Oversight):
         return held and not self.asked and not self.passed_over
 
     def wait(self) -> None:
-        """Return when it has ended, and its future says so."""
+        """Return when it has ended and its future is done."""
         self.ended.wait()
         future = None if self.future is None else self.future()
         if future is not None:
-            concurrent.futures.wait([future])  # which callbacks of the future do not hold up
+            concurrent.futures.wait([future])  # callbacks of the future do not delay this
 
     def cancel(self) -> bool:
-        """Have it given up; False if it is too late for that. True is a promise: it will not be committed."""
+        """Cancel it. True promises that it will not be committed; False means that it is too late."""
         with self._lock:
             if self._is_closed:
                 return False
             self._is_cancelled = True
-            delegate = self._delegate
-        if delegate is not None:
-            delegate.cancel()
+            elsewhere = self._elsewhere
+        if elsewhere is not None:
+            elsewhere.cancel()
         return True
 
     def check(self) -> None:
-        """Raise SaveCancelledError if it is to be given up."""
+        """Raise SaveCancelledError if it was cancelled."""
         if self._is_cancelled:
             raise SaveCancelledError(f"the save to {self.place} was cancelled")
 
     def close(self) -> None:
-        """From here on it cannot be cancelled; raises SaveCancelledError if it is already."""
+        """Make it impossible to cancel; raises SaveCancelledError if it was cancelled before."""
         with self._lock:
             self.check()
             self._is_closed = True
 
-    def begin_writing(self, nbytes: int) -> None:
-        """So much is to be written."""
-        self._total, self._began, self._stopped = nbytes, time.monotonic(), None
-        self._tally = Tally()
-
-    def delegate(self, delegate: Delegate) -> None:
-        """Somebody else writes, who is to be asked and told."""
+    def writes_elsewhere(self, writer: WriterElsewhere) -> None:
+        """Another process will write: ask it for progress, and tell it when the save is cancelled."""
         with self._lock:
-            self._delegate = delegate
+            self._elsewhere = writer
             is_cancelled = self._is_cancelled
         if is_cancelled:
-            delegate.cancel()
+            writer.cancel()
 
-    def take(self, nbytes: int) -> None:
-        """A value of so many bytes is about to be written; raises SaveCancelledError if it shall not."""
-        self.check()
-        self._tally.take(nbytes)
-
-    def wrote(self, nbytes: int) -> None:
-        """So many more bytes are in files; raises SaveCancelledError if there shall be no more."""
-        self.check()
-        self._tally.wrote(nbytes)
+    def begin_writing(self, nbytes: int) -> None:
+        """Note that ``nbytes`` bytes are about to be written."""
+        self._total, self._began = nbytes, time.monotonic()
 
     def end_writing(self) -> None:
-        """All is written."""
-        self._delegate = None
+        """Note that all is written."""
         self._stopped = time.monotonic()
 
     def progress(self) -> Progress:
         """How far it is."""
-        began, stopped = self._began, self._stopped
+        began, stopped, elsewhere = self._began, self._stopped, self._elsewhere
         if began is None:
             return Progress(0, self._total, 0.0)
-        delegate = self._delegate
         if stopped is not None:
             done = self._total
-        elif delegate is not None:
-            done = delegate.progress()[0]
         else:
-            done = min(self._total, self._tally.done)
+            done = self.tracker.nbytes_done if elsewhere is None else elsewhere.progress()[0]
+            # Containers around values are bytes in files, too.
+            done = min(self._total, done)
         seconds = (stopped or time.monotonic()) - began
         return Progress(done, self._total, done / seconds if seconds > 0 else 0.0)

@@ -1,0 +1,1 @@
+"""Saves in the background: which run, what their callers hold, how a program ends while one runs."""

@@ -1,0 +1,222 @@
+"""Makes ports of plugins, ours, torch's and strangers': the one module that looks at what a plugin can do.
+
+Everything is found out once, when a save or load begins.
+"""
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+from holdfast._context import LoadContext, SaveContext
+from holdfast._engine.ports import (
+    Fingerprints,
+    LoadPlannerPort,
+    ReaderPort,
+    SavePlannerPort,
+    WriterPort,
+)
+from holdfast._foreign import (
+    our_load_planner,
+    our_save_planner,
+    our_storage_reader,
+    our_storage_writer,
+    to_ours,
+)
+from holdfast._known_methods import has_known
+from holdfast._ranks.exchange import Exchange
+from holdfast.metadata import Metadata, StorageMeta
+from holdfast.planner import LoadPlan, SavePlan
+from holdfast.staging import BlockingAsyncStager
+from holdfast.storage import StorageReader, StorageWriter, WriteResult
+
+__all__ = [
+    "adapt_load_planner",
+    "adapt_reader",
+    "adapt_save_planner",
+    "adapt_writer",
+    "gives_leases",
+    "place_of",
+    "stages_itself",
+]
+
+
+def adapt_save_planner(planner: Any) -> SavePlannerPort:
+    """The port of a save planner, whoever wrote it."""
+    ours = our_save_planner(planner)
+    fingerprints: Callable[[], Fingerprints] | None = getattr(ours, "fingerprints", None)
+    return SavePlannerPort(
+        ours,
+        set_up=_with_known_keywords(ours.set_up_planner, planner.set_up_planner),
+        flattens=getattr(ours, "flatten_state_dict", True),
+        fingerprints=fingerprints or dict,
+    )
+
+
+def adapt_load_planner(planner: Any) -> LoadPlannerPort:
+    """The port of a load planner, whoever wrote it."""
+    ours = our_load_planner(planner)
+    return LoadPlannerPort(
+        ours,
+        flattens=getattr(ours, "flatten_state_dict", True),
+        passes_plans_on=has_known(ours, "create_global_plan"),
+    )
+
+
+def adapt_writer(writer: Any) -> WriterPort:
+    """The port of a storage writer, whoever wrote it."""
+    return _PluginWriter(our_storage_writer(writer), writer)
+
+
+def adapt_reader(reader: Any) -> ReaderPort:
+    """The port of a storage reader, whoever wrote it."""
+    return _PluginReader(our_storage_reader(reader), reader)
+
+
+def place_of(storage: Any) -> str | os.PathLike[str] | None:
+    """Where a storage writes to or reads from, if it says so."""
+    place = getattr(storage, "checkpoint_id", None) or getattr(storage, "path", None)
+    return place if isinstance(place, str | os.PathLike) else None
+
+
+def stages_itself(writer: Any) -> bool:
+    """Whether a storage writer is also a stager with a way of its own, as some are that follow torch's.
+
+    One that only inherits ``BlockingAsyncStager`` is served better by the buffers that we keep.
+    """
+    if isinstance(writer, BlockingAsyncStager) and not getattr(writer, "type_check", False):
+        inherited = ("stage", "synchronize_staging", "should_synchronize_after_execute")
+        return any(
+            inspect.getattr_static(writer, name) is not inspect.getattr_static(BlockingAsyncStager, name)
+            for name in inherited
+        )
+    return all(hasattr(writer, name) for name in ("stage", "should_synchronize_after_execute"))
+
+
+def gives_leases(stager: Any) -> bool:
+    """Whether a stager is our DefaultStager and stages in its way: a subclass may have changed ``stage``."""
+    owner = next((cls for cls in type(stager).__mro__ if "stage_leased" in vars(cls)), None)
+    return owner is not None and inspect.getattr_static(stager, "stage") is vars(owner).get("stage")
+
+
+def _takes_any_keyword(method: Callable[..., Any]) -> bool:
+    kinds = [parameter.kind for parameter in inspect.signature(method).parameters.values()]
+    return inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def _with_known_keywords(method: Callable[..., Any], declared: Callable[..., Any]) -> Callable[..., Any]:
+    """``method``, called without the keyword arguments that the plugin's own ``declared`` does not have.
+
+    Interfaces have gained keyword arguments over the years, which plugins from before do not take.
+    """
+    if _takes_any_keyword(declared):
+        return method
+    known = inspect.signature(declared).parameters.keys()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **{name: value for name, value in kwargs.items() if name in known})
+
+    return call
+
+
+class _PluginWriter(WriterPort):
+    """Calls a storage writer.
+
+    Args:
+        plugin: The writer, working with our records.
+        original: The writer as its author wrote it; the same object unless it is one of torch's.
+    """
+
+    def __init__(self, plugin: StorageWriter, original: Any) -> None:
+        self.plugin = plugin
+        self._set_up = _with_known_keywords(plugin.set_up_storage_writer, original.set_up_storage_writer)
+        self._abandon = getattr(plugin, "abandon", None)
+        self._expect_files = getattr(plugin, "expect_files", None)
+        self._summary_of = getattr(plugin, "how_to_find_metadata", None)
+
+    def storage_meta(self) -> StorageMeta | None:
+        return self.plugin.storage_meta()
+
+    def set_up(self, context: SaveContext) -> None:
+        self._set_up(
+            context.is_coordinator,
+            rank=context.rank,
+            use_collectives=context.use_collectives,
+            context=context,
+        )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return self.plugin.prepare_local_plan(plan)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return self.plugin.prepare_global_plan(plans)
+
+    def expect_files(self, plan: SavePlan) -> None:
+        if self._expect_files is not None:
+            self._expect_files(plan)
+
+    def write(self, plan: SavePlan, planner: SavePlannerPort) -> list[WriteResult]:
+        return self.plugin.write_data(plan, planner.plugin).wait()
+
+    def commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self.plugin.finish(metadata, results)
+
+    def summary_of(self, metadata: Metadata) -> Any:
+        return metadata if self._summary_of is None else self._summary_of(metadata)
+
+    def metadata_of(self, summary: Any) -> Metadata:
+        if isinstance(summary, Metadata):
+            return summary
+        finds_it: Any = self.plugin
+        metadata: Metadata = finds_it.metadata_later(summary)
+        return metadata
+
+    def abandon(self, *, outcome_is_known: bool) -> None:
+        if self._abandon is not None:
+            self._abandon(outcome_is_known=outcome_is_known)
+
+
+class _PluginReader(ReaderPort):
+    """Calls a storage reader; arguments as for ``_PluginWriter``."""
+
+    def __init__(self, plugin: StorageReader, original: Any) -> None:
+        self.plugin = plugin
+        self.metadata_is_alike = has_known(plugin, "read_metadata")
+        self.has_rank_metadata = _takes_any_keyword(original.read_metadata)
+        self.passes_plans_on = has_known(plugin, "prepare_global_plan")
+        self.reads_together = has_known(plugin, "read_data")
+        self._set_up = _with_known_keywords(plugin.set_up_storage_reader, original.set_up_storage_reader)
+
+    def read_metadata(self) -> Metadata:
+        # A reader of our kind may have unpickled what it wrote when it was one of torch's.
+        metadata: Metadata = to_ours(self.plugin.read_metadata())
+        return metadata
+
+    def read_rank_metadata(self, rank: int, world_size: int) -> Metadata:
+        metadata: Metadata = to_ours(self.plugin.read_metadata(rank=rank, world_size=world_size))
+        return metadata
+
+    def set_up(self, metadata: Metadata, context: LoadContext, *, use_collectives: bool) -> None:
+        self._set_up(
+            metadata,
+            context.is_coordinator,
+            rank=context.rank,
+            use_collectives=use_collectives,
+            context=context,
+        )
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return self.plugin.prepare_local_plan(plan)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return self.plugin.prepare_global_plan(plans)
+
+    def read(self, plan: LoadPlan, planner: LoadPlannerPort) -> None:
+        self.plugin.read_data(plan, planner.plugin).wait()
+
+    def read_together(
+        self, finish_plan: Callable[[], LoadPlan], planner: LoadPlannerPort, exchange: Exchange
+    ) -> Callable[[], None]:
+        together: Any = self.plugin
+        read: Callable[[], None] = together.read_data_together(finish_plan, planner.plugin, exchange)
+        return read

@@ -1,0 +1,243 @@
+"""What the engine calls of planners and storages: ports that have every method, whoever wrote the plugin.
+
+``adapt.py`` makes a port of each plugin. A port of a storage takes the place of its plugin only towards the
+engine: planners and storages are handed each other's plugins, never each other's ports.
+"""
+
+import abc
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from holdfast._context import LoadContext, SaveContext
+from holdfast._ranks.exchange import Exchange
+from holdfast.metadata import Metadata, StorageMeta
+from holdfast.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from holdfast.storage import StorageReader, StorageWriter, WriteResult
+
+__all__ = [
+    "Fingerprints",
+    "ForwardingWriter",
+    "LoadPlannerPort",
+    "ReaderPort",
+    "SavePlannerPort",
+    "WriterPort",
+]
+
+Fingerprints = Mapping[tuple[int, ...] | None, Mapping[str, bytes]]
+"""For each set of ranks that must hold the same (None for all ranks) the fingerprint of each value."""
+
+
+class SavePlannerPort:
+    """A save planner.
+
+    Attributes:
+        plugin: The planner, as storages get it.
+        flattens: Whether it gives each value of a nested state a key of its own.
+        fingerprints: Returns the fingerprints of values that other ranks hold too; empty if the planner
+            does not make any. Called after ``create_local_plan``.
+    """
+
+    def __init__(
+        self,
+        plugin: SavePlanner,
+        *,
+        set_up: Callable[..., None],
+        flattens: bool,
+        fingerprints: Callable[[], Fingerprints],
+    ) -> None:
+        self.plugin = plugin
+        self.flattens = flattens
+        self.fingerprints = fingerprints
+        self._set_up = set_up
+
+    def set_up(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None, *, is_coordinator: bool
+    ) -> None:
+        """Give the planner the state of this rank."""
+        self._set_up(state_dict=state_dict, storage_meta=storage_meta, is_coordinator=is_coordinator)
+
+    def create_local_plan(self) -> SavePlan:
+        """What this rank can write."""
+        return self.plugin.create_local_plan()
+
+    def create_global_plan(self, plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """On the coordinator: what each rank must write, and the description of it all."""
+        return self.plugin.create_global_plan(plans)
+
+    def finish_plan(self, plan: SavePlan) -> SavePlan:
+        """This rank's final plan."""
+        return self.plugin.finish_plan(plan)
+
+
+class LoadPlannerPort:
+    """A load planner.
+
+    Attributes:
+        plugin: The planner, as storages get it.
+        flattens: Whether it gives each value of a nested state a key of its own.
+        passes_plans_on: Whether ``create_global_plan`` returns the plans as they are.
+    """
+
+    def __init__(self, plugin: LoadPlanner, *, flattens: bool, passes_plans_on: bool) -> None:
+        self.plugin = plugin
+        self.flattens = flattens
+        self.passes_plans_on = passes_plans_on
+
+    def set_up(self, state_dict: dict[str, Any], metadata: Metadata, *, is_coordinator: bool) -> None:
+        """Give the planner the state of this rank, and what the checkpoint holds."""
+        self.plugin.set_up_planner(state_dict, metadata, is_coordinator)
+
+    def create_local_plan(self) -> LoadPlan:
+        """What this rank needs."""
+        return self.plugin.create_local_plan()
+
+    def create_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """On the coordinator: the plans of all ranks."""
+        return self.plugin.create_global_plan(plans)
+
+    def finish_plan(self, plan: LoadPlan) -> LoadPlan:
+        """This rank's final plan."""
+        return self.plugin.finish_plan(plan)
+
+
+class WriterPort(abc.ABC):
+    """A storage writer. Methods are called in the order in which they stand here.
+
+    Attributes:
+        plugin: The storage writer itself.
+    """
+
+    plugin: StorageWriter
+
+    @abc.abstractmethod
+    def storage_meta(self) -> StorageMeta | None:
+        """What the planner must know of the storage."""
+
+    @abc.abstractmethod
+    def set_up(self, context: SaveContext) -> None:
+        """Tell the writer of the save that begins."""
+
+    @abc.abstractmethod
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make ready for what this rank offers to write."""
+
+    @abc.abstractmethod
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: make ready for what all ranks write."""
+
+    @abc.abstractmethod
+    def expect_files(self, plan: SavePlan) -> None:
+        """Note the files that ``write`` will make, in case a process other than this one makes them."""
+
+    @abc.abstractmethod
+    def write(self, plan: SavePlan, planner: SavePlannerPort) -> list[WriteResult]:
+        """Write what the plan says, and return when it is on stable storage."""
+
+    @abc.abstractmethod
+    def commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator: make the checkpoint exist."""
+
+    @abc.abstractmethod
+    def summary_of(self, metadata: Metadata) -> Any:
+        """On the coordinator: what the other ranks are told of the committed checkpoint.
+
+        It is the metadata itself, or less if the writer can find the metadata again.
+        """
+
+    @abc.abstractmethod
+    def metadata_of(self, summary: Any) -> Metadata:
+        """On the other ranks: the metadata that ``summary_of`` stands for."""
+
+    @abc.abstractmethod
+    def abandon(self, *, outcome_is_known: bool) -> None:
+        """After a save that failed: remove what was written for it, if it is known not to be committed."""
+
+
+class ForwardingWriter(WriterPort):
+    """Passes every call on to ``inner``. Subclasses override what they do differently."""
+
+    def __init__(self, inner: WriterPort) -> None:
+        self.inner = inner
+        self.plugin = inner.plugin
+
+    def storage_meta(self) -> StorageMeta | None:
+        return self.inner.storage_meta()
+
+    def set_up(self, context: SaveContext) -> None:
+        self.inner.set_up(context)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return self.inner.prepare_local_plan(plan)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return self.inner.prepare_global_plan(plans)
+
+    def expect_files(self, plan: SavePlan) -> None:
+        self.inner.expect_files(plan)
+
+    def write(self, plan: SavePlan, planner: SavePlannerPort) -> list[WriteResult]:
+        return self.inner.write(plan, planner)
+
+    def commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self.inner.commit(metadata, results)
+
+    def summary_of(self, metadata: Metadata) -> Any:
+        return self.inner.summary_of(metadata)
+
+    def metadata_of(self, summary: Any) -> Metadata:
+        return self.inner.metadata_of(summary)
+
+    def abandon(self, *, outcome_is_known: bool) -> None:
+        self.inner.abandon(outcome_is_known=outcome_is_known)
+
+
+class ReaderPort(abc.ABC):
+    """A storage reader.
+
+    Attributes:
+        plugin: The storage reader itself.
+        metadata_is_alike: Whether ``read_metadata`` returns the same on every rank and does nothing else.
+        has_rank_metadata: Whether it can read what ranks wrote each for itself.
+        passes_plans_on: Whether ``prepare_global_plan`` returns the plans as they are.
+        reads_together: Whether ``read_together`` may take the place of ``read``.
+    """
+
+    plugin: StorageReader
+    metadata_is_alike: bool
+    has_rank_metadata: bool
+    passes_plans_on: bool
+    reads_together: bool
+
+    @abc.abstractmethod
+    def read_metadata(self) -> Metadata:
+        """The metadata that all ranks share. Raises FileNotFoundError if there is none."""
+
+    @abc.abstractmethod
+    def read_rank_metadata(self, rank: int, world_size: int) -> Metadata:
+        """What ranks wrote each for itself, as this rank may load it."""
+
+    @abc.abstractmethod
+    def set_up(self, metadata: Metadata, context: LoadContext, *, use_collectives: bool) -> None:
+        """Tell the reader of the load that begins."""
+
+    @abc.abstractmethod
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """See what this rank needs."""
+
+    @abc.abstractmethod
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """On the coordinator: see what all ranks need."""
+
+    @abc.abstractmethod
+    def read(self, plan: LoadPlan, planner: LoadPlannerPort) -> None:
+        """Read what the plan says, and hand it to the planner."""
+
+    @abc.abstractmethod
+    def read_together(
+        self, finish_plan: Callable[[], LoadPlan], planner: LoadPlannerPort, exchange: Exchange
+    ) -> Callable[[], None]:
+        """As ``read``, on all ranks of an exchange; what several ranks need is read once.
+
+        Returns:
+            The function that reads, to be called on every rank.
+        """

@@ -1,0 +1,157 @@
+"""A checkpoint that several ranks read together: each range is read by one of them and passed on.
+
+Ranks that need the same lines carry out the same jobs in the same order, each on its own state. They differ
+only in what a read does: one of them, in turns, reads the bytes from storage, and the others get them from
+it. Every rank checks the bytes that it got, as if it had read them itself.
+"""
+
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from typing_extensions import Buffer
+
+from holdfast._io.blocks import BlockChecker, crc32
+from holdfast._io.store import ByteStore, FileReader, FileWriter, byte_view
+from holdfast._ranks.lane import Lane
+from holdfast.errors import ChecksumError, StorageError
+
+__all__ = ["BroadcastSource"]
+
+_HEADER = struct.Struct("<32sI")
+"""What the bytes are, as a digest of file, offset and length; then their CRC-32, or 0."""
+
+
+class BroadcastSource(ByteStore):
+    """A checkpoint as the members of a lane read it. Each member makes the same calls in the same order.
+
+    Args:
+        store: Where to read from.
+        lane: The ranks that read.
+        rank: This rank.
+        first: The place in the lane of the member that reads first.
+    """
+
+    def __init__(self, store: ByteStore, lane: Lane, rank: int, first: int) -> None:
+        self.url = store.url
+        self.store = store
+        self._lane = lane
+        self._rank = rank
+        self._turn = first
+
+    def open(self, name: str) -> FileReader:
+        """Open a file. Only a member whose turn it is to read opens it on the storage."""
+        return _BroadcastReader(self, name)
+
+    def pass_on(self, name: str, offset: int, view: memoryview, read: Callable[[], int]) -> int | None:
+        """Fill ``view`` on all members.
+
+        Args:
+            name: The file.
+            offset: Where in it the bytes begin.
+            view: Where to put them.
+            read: Fills ``view`` from storage, and returns the CRC-32 of it, or 0. One member calls it.
+
+        Returns:
+            The CRC-32 that the member who read has sent; None on that member itself.
+
+        Raises:
+            StorageError: The members do not mean the same bytes.
+        """
+        source = self._lane.members[self._turn % len(self._lane.members)]
+        self._turn += 1
+        meant = hashlib.sha256(repr((name, offset, len(view))).encode()).digest()
+        header = bytearray(_HEADER.size)
+        if source == self._rank:
+            _HEADER.pack_into(header, 0, meant, read())
+        self._lane.send_to_all(memoryview(header), source)
+        sent, checksum = _HEADER.unpack(header)
+        if sent != meant:
+            raise StorageError(
+                f"{self.url}: ranks that read together do not read the same bytes: rank {self._rank} "
+                f"expected {len(view)} bytes of {name} from {offset} on, and rank {source} sent others. "
+                "Load with share_reads=False.",
+                rank=source,
+            )
+        self._lane.send_to_all(view, source)
+        return None if source == self._rank else int(checksum)
+
+    def list(self) -> dict[str, int]:
+        """The name and size of every file."""
+        return self.store.list()
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a file."""
+        return self.store.exists(name)
+
+    def make(self) -> None:
+        """Nothing is written here."""
+        raise NotImplementedError
+
+    def create(self, name: str, *, nbytes_hint: int | None = None, durable: bool = True) -> FileWriter:
+        """Nothing is written here."""
+        raise NotImplementedError
+
+    def replace(self, name: str, *pieces: Buffer, durable: bool = True) -> None:
+        """Nothing is written here."""
+        raise NotImplementedError
+
+    def delete(self, names: Any) -> None:
+        """Nothing is written here."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Nothing is written here."""
+        raise NotImplementedError
+
+
+class _BroadcastReader(FileReader):
+    def __init__(self, source: BroadcastSource, name: str) -> None:
+        self.name = name
+        self.path = f"{source.url}/{name}"
+        self._source = source
+        self._inner: FileReader | None = None
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """How long the file is."""
+        return self._open().nbytes
+
+    def _open(self) -> FileReader:
+        if self._inner is None:
+            self._inner = self._source.store.open(self.name)
+        return self._inner
+
+    def read_into(self, offset: int, buffer: Buffer) -> None:
+        """Fill ``buffer``; what came from another rank is what that rank read."""
+        view = byte_view(buffer)
+
+        def read() -> int:
+            self._open().read_into(offset, view)
+            return crc32(view)
+
+        sent = self._source.pass_on(self.name, offset, view, read)
+        if sent is not None and sent != crc32(view):
+            raise ChecksumError(
+                f"{self.path}: bytes {offset} to {offset + len(view)} were changed on their way from the "
+                "rank that read them. Load again; if it happens again, a network device or memory is faulty.",
+                path=self.path,
+            )
+
+    def read_whole_blocks(self, offset: int, view: memoryview, crcs: Sequence[int], block_size: int) -> None:
+        """Fill ``view``, and check each block by the checkpoint's own checksums on every rank."""
+
+        def read() -> int:
+            self._open().read_whole_blocks(offset, view, crcs, block_size)
+            return 0
+
+        if self._source.pass_on(self.name, offset, view, read) is not None:
+            checker = BlockChecker(crcs, block_size, path=self.path, offset=offset)
+            checker.update(view)
+            checker.finish()
+
+    def close(self) -> None:
+        if self._inner is not None:
+            self._inner.close()
+            self._inner = None
