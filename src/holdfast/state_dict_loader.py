@@ -12,6 +12,7 @@ from holdfast._collector import paused_collector
 from holdfast._engine.adapt import adapt_load_planner, adapt_reader
 from holdfast._engine.load import run_load
 from holdfast._engine.stateful_objects import open_states, return_states
+from holdfast._io.progress import Progress, ProgressTracker
 from holdfast._ranks.among_ranks import DEFAULT_PEER_TIMEOUT, open_exchange
 from holdfast._storage_choice import choose_reader, storage_may_come_second
 from holdfast.default_planner import DefaultLoadPlanner, EmptyStateDictLoadPlanner
@@ -47,6 +48,7 @@ def load(
     allow_pickle: bool = False,
     safe_globals: Iterable[Callable[..., Any] | type] = (),
     peer_timeout: float = DEFAULT_PEER_TIMEOUT,
+    on_progress: Callable[[Progress], object] | None = None,
 ) -> None:
     """Load a checkpoint into a state, in place: on every rank of the group, each its own part.
 
@@ -76,6 +78,9 @@ def load(
         safe_globals: Classes and functions that objects of the checkpoint may use.
         peer_timeout: After how many seconds without a sign of life a rank is taken for dead, and all
             others raise. Slow storage is not silence: a rank that reads for hours is waited for.
+        on_progress: Called with a ``Progress`` (bytes done, bytes in all, bytes a second) every few MiB that
+            this rank has read, one call at a time, from the threads that read. An exception from it stops the
+            load and is raised.
 
     Raises:
         UsageError: The arguments do not go together.
@@ -104,6 +109,7 @@ def load(
             adapt_load_planner(DefaultLoadPlanner(**options) if planner is None else planner),  # type: ignore[arg-type]
             adapt_reader(reader),
             exchange,
+            progress=ProgressTracker.reporting_to(on_progress),
         )
         return_states(state_dict, opened, found)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
@@ -10,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch.distributed as dist
 from typing_extensions import deprecated
 
-from holdfast._background.running_save import Progress, RunningSave, exclusive_keys
+from holdfast._background.running_save import RunningSave, exclusive_keys
 from holdfast._background.running_saves import running_saves
 from holdfast._background.save_future import SaveFuture
 from holdfast._background.save_thread import SaveThread
@@ -21,6 +22,7 @@ from holdfast._engine.adapt import adapt_save_planner, adapt_writer, stages_itse
 from holdfast._engine.save import run_save
 from holdfast._engine.stateful_objects import open_states
 from holdfast._helper import start_helper
+from holdfast._io.progress import Progress, ProgressTracker
 from holdfast._ranks.among_ranks import DEFAULT_PEER_TIMEOUT, open_exchange
 from holdfast._ranks.exchange import Exchange
 from holdfast._storage_choice import choose_writer, storage_may_come_second
@@ -58,6 +60,7 @@ def save(
     no_dist: bool = False,
     use_collectives: bool = True,
     peer_timeout: float = DEFAULT_PEER_TIMEOUT,
+    on_progress: Callable[[Progress], object] | None = None,
 ) -> Metadata:
     """Save a state: on every rank of the group, each its own part.
 
@@ -82,6 +85,8 @@ def save(
             without a word to the others.
         peer_timeout: After how many seconds without a sign of life a rank is taken for dead, and all
             others raise. Slow storage is not silence: a rank that writes for hours is waited for.
+        on_progress: Called with a :class:`Progress` every few MiB that this rank has written, one call at a
+            time, from the threads that write. An exception from it stops the save and is raised.
 
     Returns:
         The metadata of the checkpoint.
@@ -104,7 +109,8 @@ def save(
         running_saves.come_after(exchange, process_group, checkpoint_id, storage_writer, planner)
         opened, _ = open_states(state_dict)
         writer = choose_writer(storage_writer, checkpoint_id)
-        return _save(opened, writer, planner, exchange, use_collectives=use_collectives)
+        tracker = ProgressTracker.reporting_to(on_progress)
+        return _save(opened, writer, planner, exchange, use_collectives=use_collectives, progress=tracker)
 
 
 @deprecated("save_state_dict is deprecated: use save", category=FutureWarning)
@@ -149,6 +155,7 @@ def _save(
     exchange: Exchange,
     *,
     use_collectives: bool = True,
+    progress: ProgressTracker | None = None,
 ) -> Metadata:
     return run_save(
         state_dict,
@@ -156,6 +163,7 @@ def _save(
         adapt_writer(writer),
         exchange,
         use_collectives=use_collectives,
+        progress=progress,
     )
 
 

@@ -45,7 +45,7 @@ class StorageWriter(abc.ABC):
     call                       on               purpose
     =========================  ===============  ======================================================
     ``reset``                  every rank       a new save begins, perhaps at another place
-    ``storage_meta``           every rank       what shall the planner know of the storage?
+    ``storage_meta``           every rank       what the planner must know of the storage
     ``set_up_storage_writer``  every rank       whether this rank is the coordinator
     ``prepare_local_plan``     every rank       the rank's plan; make ready, add storage data
     ``prepare_global_plan``    the coordinator  all plans together, for example to name files
@@ -61,8 +61,11 @@ class StorageWriter(abc.ABC):
     A crash at any instant leaves one of the two. So data goes to places that no earlier checkpoint
     names, and ``finish`` is one atomic step.
 
-    ``set_up_storage_writer`` gets the keyword arguments ``rank`` and ``use_collectives`` if its
-    signature has ``**kwargs``. With ``use_collectives=False`` every rank makes a checkpoint of its own:
+    ``set_up_storage_writer`` gets the keyword arguments ``rank``, ``use_collectives`` and ``context`` if
+    its signature has ``**kwargs`` or names them. ``context`` is a ``SaveContext``: report written bytes to
+    ``context.progress.advance(nbytes)``, which raises if the save was cancelled, and call
+    ``context.confirm_commit()`` directly before the commit, which raises if the ranks have given the save
+    up. With ``use_collectives=False`` every rank makes a checkpoint of its own:
     it is its own coordinator and ``finish`` is called on each with that rank's results.
     """
 
@@ -82,7 +85,7 @@ class StorageWriter(abc.ABC):
         Args:
             is_coordinator: Whether ``prepare_global_plan`` and ``finish`` will be called here.
             *args: Room for roles that later versions add; to be ignored.
-            **kwargs: ``rank`` and ``use_collectives``, see the class; others are to be ignored.
+            **kwargs: ``rank``, ``use_collectives`` and ``context``, see the class. Ignore others.
         """
 
     @abc.abstractmethod
@@ -136,7 +139,7 @@ class StorageWriter(abc.ABC):
         """
 
     def storage_meta(self) -> StorageMeta | None:
-        """What the planner and the checkpoint shall know of this storage; None for nothing.
+        """What the planner and the checkpoint must know of this storage; None for nothing.
 
         For example ``StorageMeta(checkpoint_id=self.path, save_id=self.save_id)``.
         """
@@ -202,7 +205,8 @@ class StorageReader(abc.ABC):
             metadata: As ``read_metadata`` returned it, here or on the coordinator.
             is_coordinator: Whether ``prepare_global_plan`` will be called here.
             *args: Room for roles that later versions add; to be ignored.
-            **kwargs: ``rank`` and ``use_collectives``, if the signature has ``**kwargs``.
+            **kwargs: ``rank``, ``use_collectives`` and ``context`` (a ``LoadContext``, whose ``progress``
+                is told of the bytes that were read), if the signature has ``**kwargs`` or names them.
         """
 
     @abc.abstractmethod

@@ -5,7 +5,6 @@ from concurrent.futures import CancelledError
 from holdfast._background.running_save import RunningSave
 from holdfast._context import SaveContext
 from holdfast._engine.ports import ForwardingWriter, SavePlannerPort, WriterPort
-from holdfast._plan.write_lines import columns_of
 from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan
 from holdfast.storage import WriteResult
@@ -14,7 +13,7 @@ __all__ = ["CancellableWriter"]
 
 
 class CancellableWriter(ForwardingWriter):
-    """Asks before each step whether the save was cancelled, and notes when writing begins and ends."""
+    """Asks before each step whether the save was cancelled."""
 
     def __init__(self, inner: WriterPort, running: RunningSave) -> None:
         super().__init__(inner)
@@ -37,13 +36,11 @@ class CancellableWriter(ForwardingWriter):
     def write(self, plan: SavePlan, planner: SavePlannerPort) -> list[WriteResult]:
         """Write. The end of it is the last moment to cancel on every rank but the coordinator."""
         self._running.check()
-        self._running.begin_writing(sum(columns_of(plan).line_nbytes()))
         try:
             results = self.inner.write(plan, planner)
         except CancelledError:
             self._running.check()
             raise
-        self._running.end_writing()
         if not self._commits:
             self._running.close()
         return results

@@ -3,18 +3,16 @@
 import concurrent.futures
 import os
 import threading
-import time
 import weakref
 from collections.abc import Hashable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from holdfast._engine.adapt import place_of
-from holdfast._io.progress import ProgressTracker
+from holdfast._io.progress import Progress, ProgressTracker
 from holdfast.errors import CheckpointError, CheckpointException
 
 __all__ = [
     "IdentityKey",
-    "Progress",
     "RunningSave",
     "SaveCancelledError",
     "WriterElsewhere",
@@ -61,20 +59,6 @@ def exclusive_keys(
         place = os.fspath(place)
         keys.add(("place", place if "://" in place else os.path.realpath(place)))
     return (f"a {type(storage).__name__}" if place is None else str(place)), frozenset(keys)
-
-
-class Progress(NamedTuple):
-    """How far this rank's part of a save or load is.
-
-    Attributes:
-        nbytes_done: The bytes that have been written or read.
-        nbytes_total: The bytes to write or read; 0 until that is planned.
-        rate: Bytes a second since the first byte; 0 until then.
-    """
-
-    nbytes_done: int
-    nbytes_total: int
-    rate: float
 
 
 class WriterElsewhere(Protocol):
@@ -124,9 +108,6 @@ class RunningSave:
         self._lock = threading.Lock()
         self._is_cancelled = False
         self._is_closed = False
-        self._total = 0
-        self._began: float | None = None
-        self._stopped: float | None = None
         self._elsewhere: WriterElsewhere | None = None
 
     @property
@@ -177,24 +158,7 @@ class RunningSave:
         if is_cancelled:
             writer.cancel()
 
-    def begin_writing(self, nbytes: int) -> None:
-        """Note that ``nbytes`` bytes are about to be written."""
-        self._total, self._began = nbytes, time.monotonic()
-
-    def end_writing(self) -> None:
-        """Note that all is written."""
-        self._stopped = time.monotonic()
-
     def progress(self) -> Progress:
         """How far it is."""
-        began, stopped, elsewhere = self._began, self._stopped, self._elsewhere
-        if began is None:
-            return Progress(0, self._total, 0.0)
-        if stopped is not None:
-            done = self._total
-        else:
-            done = self.tracker.nbytes_done if elsewhere is None else elsewhere.progress()[0]
-            # Containers around values are bytes in files, too.
-            done = min(self._total, done)
-        seconds = (stopped or time.monotonic()) - began
-        return Progress(done, self._total, done / seconds if seconds > 0 else 0.0)
+        elsewhere = self._elsewhere
+        return self.tracker.progress(None if elsewhere is None else elsewhere.progress()[0])

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from holdfast._background.running_save import Progress, RunningSave
+from holdfast._background.running_save import RunningSave
+from holdfast._io.progress import Progress
 from holdfast.metadata import Metadata
 
 __all__ = ["SaveFuture", "StagedFuture"]

@@ -1,16 +1,32 @@
 """Owns how far a transfer of bytes has come, and how it is stopped."""
 
 import threading
+import time
 from collections.abc import Callable
+from typing import NamedTuple
 
-__all__ = ["STRIDE", "ProgressTracker"]
+__all__ = ["STRIDE", "Progress", "ProgressTracker"]
 
 STRIDE = 8 << 20
 """The most bytes that are transferred between two reports."""
 
 
+class Progress(NamedTuple):
+    """How far this rank's part of a save or load is.
+
+    Attributes:
+        nbytes_done: The bytes that have been written or read.
+        nbytes_total: The bytes to write or read; 0 until that is planned.
+        rate: Bytes a second since the transfer began; 0 until then.
+    """
+
+    nbytes_done: int
+    nbytes_total: int
+    rate: float
+
+
 class ProgressTracker:
-    """Counts the bytes of a save or a load. Any thread may report to it.
+    """Counts the bytes of a save or a load. Any thread may use it.
 
     Args:
         on_advance: Called after each report with the bytes so far, one call at a time. An exception from it
@@ -18,12 +34,29 @@ class ProgressTracker:
 
     Attributes:
         nbytes_done: The bytes reported so far.
+        is_watched: Whether anybody wants to know: if not, totals need not be computed.
     """
 
     def __init__(self, on_advance: Callable[[int], object] | None = None) -> None:
         self.nbytes_done = 0
+        self.is_watched = on_advance is not None
         self._on_advance = on_advance
         self._lock = threading.Lock()
+        self._total = 0
+        self._began: float | None = None
+        self._ended: float | None = None
+
+    @classmethod
+    def reporting_to(cls, on_progress: "Callable[[Progress], object] | None") -> "ProgressTracker | None":
+        """A tracker that calls ``on_progress`` after each report; None if there is nobody to call."""
+        if on_progress is None:
+            return None
+        tracker = cls(lambda _: on_progress(tracker.progress()))
+        return tracker
+
+    def begin(self, nbytes_total: int) -> None:
+        """Note that ``nbytes_total`` bytes are about to be transferred."""
+        self._total, self._began = nbytes_total, time.monotonic()
 
     def advance(self, nbytes: int) -> None:
         """Report that ``nbytes`` more bytes were transferred, ``STRIDE`` at most.
@@ -35,3 +68,22 @@ class ProgressTracker:
             self.nbytes_done += nbytes
             if self._on_advance is not None:
                 self._on_advance(self.nbytes_done)
+
+    def end(self) -> None:
+        """Note that all is transferred."""
+        self._ended = time.monotonic()
+
+    def progress(self, nbytes_done: int | None = None) -> Progress:
+        """How far it is.
+
+        Args:
+            nbytes_done: The bytes so far, if another process counts them.
+        """
+        began, ended = self._began, self._ended
+        if began is None:
+            return Progress(0, self._total, 0.0)
+        done = self.nbytes_done if nbytes_done is None else nbytes_done
+        # Containers around values are bytes in files, too: until the end there may be more than planned.
+        done = self._total if ended is not None else min(self._total, done)
+        seconds = (ended or time.monotonic()) - began
+        return Progress(done, self._total, done / seconds if seconds > 0 else 0.0)
