@@ -4,7 +4,7 @@ from concurrent.futures import CancelledError
 
 from holdfast._background.running_save import RunningSave
 from holdfast._context import SaveContext
-from holdfast._engine.ports import ForwardingWriter, SavePlannerPort, WriterPort
+from holdfast._engine.ports import SavePlannerPort, WriterPort
 from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan
 from holdfast.storage import WriteResult
@@ -12,7 +12,7 @@ from holdfast.storage import WriteResult
 __all__ = ["CancellableWriter"]
 
 
-class CancellableWriter(ForwardingWriter):
+class CancellableWriter(WriterPort):
     """Asks before each step whether the save was cancelled."""
 
     def __init__(self, inner: WriterPort, running: RunningSave) -> None:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from holdfast._context import LoadContext, SaveContext
+from holdfast._context import SaveContext
 from holdfast._engine.ports import (
     Fingerprints,
     LoadPlannerPort,
@@ -21,14 +21,12 @@ from holdfast._foreign import (
     our_save_planner,
     our_storage_reader,
     our_storage_writer,
-    to_ours,
 )
 from holdfast._known_methods import has_known
-from holdfast._ranks.exchange import Exchange
 from holdfast.metadata import Metadata, StorageMeta
-from holdfast.planner import LoadPlan, SavePlan
+from holdfast.planner import SavePlan
 from holdfast.staging import BlockingAsyncStager
-from holdfast.storage import StorageReader, StorageWriter, WriteResult
+from holdfast.storage import StorageWriter, WriteResult
 
 __all__ = [
     "adapt_load_planner",
@@ -70,7 +68,15 @@ def adapt_writer(writer: Any) -> WriterPort:
 
 def adapt_reader(reader: Any) -> ReaderPort:
     """The port of a storage reader, whoever wrote it."""
-    return _PluginReader(our_storage_reader(reader), reader)
+    ours: Any = our_storage_reader(reader)
+    return ReaderPort(
+        ours,
+        set_up=_with_known_keywords(ours.set_up_storage_reader, reader.set_up_storage_reader),
+        metadata_is_alike=has_known(ours, "read_metadata"),
+        has_rank_metadata=_takes_any_keyword(reader.read_metadata),
+        passes_plans_on=has_known(ours, "prepare_global_plan"),
+        read_together=ours.read_data_together if has_known(ours, "read_data") else None,
+    )
 
 
 def place_of(storage: Any) -> str | os.PathLike[str] | None:
@@ -174,49 +180,3 @@ class _PluginWriter(WriterPort):
     def abandon(self, *, outcome_is_known: bool) -> None:
         if self._abandon is not None:
             self._abandon(outcome_is_known=outcome_is_known)
-
-
-class _PluginReader(ReaderPort):
-    """Calls a storage reader; arguments as for ``_PluginWriter``."""
-
-    def __init__(self, plugin: StorageReader, original: Any) -> None:
-        self.plugin = plugin
-        self.metadata_is_alike = has_known(plugin, "read_metadata")
-        self.has_rank_metadata = _takes_any_keyword(original.read_metadata)
-        self.passes_plans_on = has_known(plugin, "prepare_global_plan")
-        self.reads_together = has_known(plugin, "read_data")
-        self._set_up = _with_known_keywords(plugin.set_up_storage_reader, original.set_up_storage_reader)
-
-    def read_metadata(self) -> Metadata:
-        # A reader of our kind may have unpickled what it wrote when it was one of torch's.
-        metadata: Metadata = to_ours(self.plugin.read_metadata())
-        return metadata
-
-    def read_rank_metadata(self, rank: int, world_size: int) -> Metadata:
-        metadata: Metadata = to_ours(self.plugin.read_metadata(rank=rank, world_size=world_size))
-        return metadata
-
-    def set_up(self, metadata: Metadata, context: LoadContext, *, use_collectives: bool) -> None:
-        self._set_up(
-            metadata,
-            context.is_coordinator,
-            rank=context.rank,
-            use_collectives=use_collectives,
-            context=context,
-        )
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return self.plugin.prepare_local_plan(plan)
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return self.plugin.prepare_global_plan(plans)
-
-    def read(self, plan: LoadPlan, planner: LoadPlannerPort) -> None:
-        self.plugin.read_data(plan, planner.plugin).wait()
-
-    def read_together(
-        self, finish_plan: Callable[[], LoadPlan], planner: LoadPlannerPort, exchange: Exchange
-    ) -> Callable[[], None]:
-        together: Any = self.plugin
-        read: Callable[[], None] = together.read_data_together(finish_plan, planner.plugin, exchange)
-        return read

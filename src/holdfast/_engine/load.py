@@ -57,8 +57,8 @@ def run_load(
     plan = _plan(need, planner, reader, exchange)
 
     read_together: Callable[[], None] | None = None
-    if exchange.world_size > 1 and reader.reads_together:
-        read_together = reader.read_together(lambda: planner.finish_plan(plan), planner, exchange)
+    if exchange.world_size > 1 and reader.read_together is not None:
+        read_together = reader.read_together(lambda: planner.finish_plan(plan), planner.plugin, exchange)
 
     def read() -> None:
         if read_together is not None:

@@ -4,11 +4,11 @@
 engine: planners and storages are handed each other's plugins, never each other's ports.
 """
 
-import abc
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from holdfast._context import LoadContext, SaveContext
+from holdfast._foreign import to_ours
 from holdfast._ranks.exchange import Exchange
 from holdfast.metadata import Metadata, StorageMeta
 from holdfast.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
@@ -16,7 +16,6 @@ from holdfast.storage import StorageReader, StorageWriter, WriteResult
 
 __all__ = [
     "Fingerprints",
-    "ForwardingWriter",
     "LoadPlannerPort",
     "ReaderPort",
     "SavePlannerPort",
@@ -100,98 +99,67 @@ class LoadPlannerPort:
         return self.plugin.finish_plan(plan)
 
 
-class WriterPort(abc.ABC):
-    """A storage writer. Methods are called in the order in which they stand here.
+class WriterPort:
+    """A storage writer; passes every call on to another port. Subclasses override what they do differently.
+
+    Methods are called in the order in which they stand here.
 
     Attributes:
+        inner: The port that calls are passed on to.
         plugin: The storage writer itself.
     """
 
-    plugin: StorageWriter
+    inner: "WriterPort"
 
-    @abc.abstractmethod
+    def __init__(self, inner: "WriterPort") -> None:
+        self.inner = inner
+        self.plugin: StorageWriter = inner.plugin
+
     def storage_meta(self) -> StorageMeta | None:
         """What the planner must know of the storage."""
+        return self.inner.storage_meta()
 
-    @abc.abstractmethod
     def set_up(self, context: SaveContext) -> None:
         """Tell the writer of the save that begins."""
+        self.inner.set_up(context)
 
-    @abc.abstractmethod
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make ready for what this rank offers to write."""
+        return self.inner.prepare_local_plan(plan)
 
-    @abc.abstractmethod
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: make ready for what all ranks write."""
+        return self.inner.prepare_global_plan(plans)
 
-    @abc.abstractmethod
     def expect_files(self, plan: SavePlan) -> None:
         """Note the files that ``write`` will make, in case a process other than this one makes them."""
+        self.inner.expect_files(plan)
 
-    @abc.abstractmethod
     def write(self, plan: SavePlan, planner: SavePlannerPort) -> list[WriteResult]:
         """Write what the plan says, and return when it is on stable storage."""
+        return self.inner.write(plan, planner)
 
-    @abc.abstractmethod
     def commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator: make the checkpoint exist."""
+        self.inner.commit(metadata, results)
 
-    @abc.abstractmethod
     def summary_of(self, metadata: Metadata) -> Any:
         """On the coordinator: what the other ranks are told of the committed checkpoint.
 
         It is the metadata itself, or less if the writer can find the metadata again.
         """
-
-    @abc.abstractmethod
-    def metadata_of(self, summary: Any) -> Metadata:
-        """On the other ranks: the metadata that ``summary_of`` stands for."""
-
-    @abc.abstractmethod
-    def abandon(self, *, outcome_is_known: bool) -> None:
-        """After a save that failed: remove what was written for it, if it is known not to be committed."""
-
-
-class ForwardingWriter(WriterPort):
-    """Passes every call on to ``inner``. Subclasses override what they do differently."""
-
-    def __init__(self, inner: WriterPort) -> None:
-        self.inner = inner
-        self.plugin = inner.plugin
-
-    def storage_meta(self) -> StorageMeta | None:
-        return self.inner.storage_meta()
-
-    def set_up(self, context: SaveContext) -> None:
-        self.inner.set_up(context)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return self.inner.prepare_local_plan(plan)
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return self.inner.prepare_global_plan(plans)
-
-    def expect_files(self, plan: SavePlan) -> None:
-        self.inner.expect_files(plan)
-
-    def write(self, plan: SavePlan, planner: SavePlannerPort) -> list[WriteResult]:
-        return self.inner.write(plan, planner)
-
-    def commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        self.inner.commit(metadata, results)
-
-    def summary_of(self, metadata: Metadata) -> Any:
         return self.inner.summary_of(metadata)
 
     def metadata_of(self, summary: Any) -> Metadata:
+        """On the other ranks: the metadata that ``summary_of`` stands for."""
         return self.inner.metadata_of(summary)
 
     def abandon(self, *, outcome_is_known: bool) -> None:
+        """After a save that failed: remove what was written for it, if it is known not to be committed."""
         self.inner.abandon(outcome_is_known=outcome_is_known)
 
 
-class ReaderPort(abc.ABC):
+class ReaderPort:
     """A storage reader.
 
     Attributes:
@@ -199,45 +167,57 @@ class ReaderPort(abc.ABC):
         metadata_is_alike: Whether ``read_metadata`` returns the same on every rank and does nothing else.
         has_rank_metadata: Whether it can read what ranks wrote each for itself.
         passes_plans_on: Whether ``prepare_global_plan`` returns the plans as they are.
-        reads_together: Whether ``read_together`` may take the place of ``read``.
+        read_together: As ``read``, on all ranks of an exchange: what several ranks need is read once. Takes
+            the function that gives this rank's final plan, the planner's plugin and the exchange, and returns
+            the function that reads, to be called on every rank. None if the reader cannot do that.
     """
 
-    plugin: StorageReader
-    metadata_is_alike: bool
-    has_rank_metadata: bool
-    passes_plans_on: bool
-    reads_together: bool
+    def __init__(
+        self,
+        plugin: StorageReader,
+        *,
+        set_up: Callable[..., None],
+        metadata_is_alike: bool,
+        has_rank_metadata: bool,
+        passes_plans_on: bool,
+        read_together: Callable[[Callable[[], LoadPlan], LoadPlanner, Exchange], Callable[[], None]] | None,
+    ) -> None:
+        self.plugin = plugin
+        self.metadata_is_alike = metadata_is_alike
+        self.has_rank_metadata = has_rank_metadata
+        self.passes_plans_on = passes_plans_on
+        self.read_together = read_together
+        self._set_up = set_up
 
-    @abc.abstractmethod
     def read_metadata(self) -> Metadata:
         """The metadata that all ranks share. Raises FileNotFoundError if there is none."""
+        # A reader of our kind may have unpickled what it wrote when it was one of torch's.
+        metadata: Metadata = to_ours(self.plugin.read_metadata())
+        return metadata
 
-    @abc.abstractmethod
     def read_rank_metadata(self, rank: int, world_size: int) -> Metadata:
         """What ranks wrote each for itself, as this rank may load it."""
+        metadata: Metadata = to_ours(self.plugin.read_metadata(rank=rank, world_size=world_size))
+        return metadata
 
-    @abc.abstractmethod
     def set_up(self, metadata: Metadata, context: LoadContext, *, use_collectives: bool) -> None:
         """Tell the reader of the load that begins."""
+        self._set_up(
+            metadata,
+            context.is_coordinator,
+            rank=context.rank,
+            use_collectives=use_collectives,
+            context=context,
+        )
 
-    @abc.abstractmethod
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """See what this rank needs."""
+        return self.plugin.prepare_local_plan(plan)
 
-    @abc.abstractmethod
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """On the coordinator: see what all ranks need."""
+        return self.plugin.prepare_global_plan(plans)
 
-    @abc.abstractmethod
     def read(self, plan: LoadPlan, planner: LoadPlannerPort) -> None:
         """Read what the plan says, and hand it to the planner."""
-
-    @abc.abstractmethod
-    def read_together(
-        self, finish_plan: Callable[[], LoadPlan], planner: LoadPlannerPort, exchange: Exchange
-    ) -> Callable[[], None]:
-        """As ``read``, on all ranks of an exchange; what several ranks need is read once.
-
-        Returns:
-            The function that reads, to be called on every rank.
-        """
+        self.plugin.read_data(plan, planner.plugin).wait()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch.futures import Future
 
-from holdfast._engine.ports import ForwardingWriter, SavePlannerPort, WriterPort
+from holdfast._engine.ports import SavePlannerPort, WriterPort
 from holdfast._helper.frames import DONE, Frame
 from holdfast._helper.keeper import ready_helper
 from holdfast._helper.parcel import pack, refuse_unportable
@@ -88,7 +88,7 @@ class WriteFuture(Future):  # type: ignore[type-arg]
         self._ended.set()
 
 
-class RemoteWriter(ForwardingWriter):
+class RemoteWriter(WriterPort):
     """Passes every call on to ``inner``, except ``write_data``: that is done by a copy of it in the helper.
 
     What the copy has noted in its attributes meanwhile is noted in ``inner`` too, before the future
