@@ -13,7 +13,7 @@ from holdfast._engine.adapt import adapt_load_planner, adapt_reader
 from holdfast._engine.load import run_load
 from holdfast._engine.stateful_objects import open_states, return_states
 from holdfast._io.progress import Progress, ProgressTracker
-from holdfast._ranks.among_ranks import DEFAULT_PEER_TIMEOUT, open_exchange
+from holdfast._ranks.group_exchange import DEFAULT_PEER_TIMEOUT, open_exchange
 from holdfast._storage_choice import choose_reader, storage_may_come_second
 from holdfast.default_planner import DefaultLoadPlanner, EmptyStateDictLoadPlanner
 from holdfast.errors import UsageError

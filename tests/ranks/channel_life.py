@@ -14,8 +14,8 @@ import torch.distributed as dist
 from tests.ranks.faulty import Case, Raised, SavePlanner, Writer, caught, loaded, state, stop
 
 import holdfast
-from holdfast._ranks.among_ranks import open_exchange
 from holdfast._ranks.channel import open_channel
+from holdfast._ranks.group_exchange import open_exchange
 
 FINE = Case("", "", -1)
 
@@ -235,9 +235,9 @@ def break_a_connection(folder: str) -> list[Any]:
     channel = open_channel()
     holdfast.save(state(1.0), checkpoint_id=folder)
     dist.barrier()
-    if channel.member is not None and dist.get_rank() == 1:
-        channel.member._link.connection.shutdown(socket.SHUT_RDWR)
-        while channel.member._lost is None:
+    if channel.worker_end is not None and dist.get_rank() == 1:
+        channel.worker_end._peer.connection.shutdown(socket.SHUT_RDWR)
+        while channel.worker_end._lost is None:
             time.sleep(0.001)
     dist.barrier()
     caught(lambda: holdfast.save(state(2.0), checkpoint_id=folder))  # fails if the others were faster
@@ -308,48 +308,48 @@ def save_in_a_world_of_one(folder: str) -> tuple[float, list[str]]:
 
 
 def pass_on(megabytes: int, repeats: int) -> list[Any]:
-    """Each member of a lane is the source in turn; how fast the last one was, in bytes a second."""
+    """Each rank of a broadcast is the source in turn; how fast the last one was, in bytes a second."""
     seen: list[Any] = []
     with open_exchange(None, purpose="talk") as exchange:
         size = megabytes << 20
 
         def go_round() -> float:
-            with exchange.lane(range(exchange.world_size)) as lane:
+            with exchange.open_broadcast(range(exchange.world_size)) as broadcast:
                 for source in range(exchange.world_size):
                     buffer = bytearray([source + 1 if exchange.rank == source else 0]) * (size + 7)
-                    lane.send_to_all(memoryview(buffer), source)
+                    broadcast.send_to_all(memoryview(buffer), source)
                     seen.append(buffer == bytearray([source + 1]) * (size + 7))
                 began = time.monotonic()
                 for _ in range(repeats):
-                    lane.send_to_all(memoryview(buffer), 0)
+                    broadcast.send_to_all(memoryview(buffer), 0)
                 return repeats * len(buffer) / (time.monotonic() - began)
 
         rates = exchange.agree("pass on", go_round, lambda rates: rates)
         mine = [rank for rank in range(exchange.world_size) if rank % 2 == exchange.rank % 2]
 
-        def in_two_lanes() -> bool:
-            with exchange.lane(mine) as lane, exchange.lane(mine) as second:
+        def in_two_broadcasts() -> bool:
+            with exchange.open_broadcast(mine) as broadcast, exchange.open_broadcast(mine) as second:
                 buffers = [bytearray([exchange.rank + 1]) * 1000 for _ in range(2)]
-                lane.send_to_all(memoryview(buffers[0]), mine[0])
+                broadcast.send_to_all(memoryview(buffers[0]), mine[0])
                 second.send_to_all(memoryview(buffers[1]), mine[-1])
                 return buffers == [bytearray([mine[0] + 1]) * 1000, bytearray([mine[-1] + 1]) * 1000]
 
-        seen.append(exchange.agree("two", in_two_lanes, all))
+        seen.append(exchange.agree("two", in_two_broadcasts, all))
     return [all(seen), rates]
 
 
-def lose_a_member_of_a_lane(kind: str) -> Raised | None:
+def lose_a_rank_of_a_broadcast(kind: str) -> Raised | None:
     """Rank 1 fails in the middle of what is passed on."""
     pids = all_pids()
 
     def pass_and_fail(exchange: Any) -> None:
-        with exchange.lane([0, 1, 2]) as lane:
+        with exchange.open_broadcast([0, 1, 2]) as broadcast:
             buffer = memoryview(bytearray(100 << 20))
-            lane.send_to_all(buffer[:10], 0)
+            broadcast.send_to_all(buffer[:10], 0)
             if exchange.rank == 1:
                 Case(kind, "here", 1).meet("here")
             for _ in range(3):
-                lane.send_to_all(buffer, 0)
+                broadcast.send_to_all(buffer, 0)
 
     def run() -> None:
         with open_exchange(None, purpose="talk", peer_timeout=1.5) as exchange:

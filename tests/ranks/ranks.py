@@ -41,7 +41,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         free.close()
         file = sys.modules[function.__module__].__file__
         outs = [Path(folder, str(rank)) for rank in range(world_size)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+        path = f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         children = [
             subprocess.Popen(
                 [

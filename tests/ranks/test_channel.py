@@ -46,16 +46,16 @@ def test_groups_save_into_different_folders_at_once(nursery: Nursery, folder: st
 
 
 def test_a_process_outside_of_the_group_is_refused(nursery: Nursery, folder: str) -> None:
-    member, stranger = values(nursery.run(channel_life.stay_out_of_a_group, 2, folder))
-    assert member is None
-    assert stranger.kind == "UsageError"
+    inside, outside = values(nursery.run(channel_life.stay_out_of_a_group, 2, folder))
+    assert inside is None
+    assert outside.kind == "UsageError"
 
 
 def test_a_channel_ends_with_its_group_and_the_next_group_has_its_own(nursery: Nursery, folder: str) -> None:
     for rank, seen in enumerate(values(nursery.run(channel_life.make_the_group_anew, 2, folder))):
         assert [there for there, _, _, _ in seen] == [0.0, 1.0, 2.0]
         for _, during, after, _ in seen:
-            assert during == ["holdfast-hub" if rank == 0 else "holdfast-member"]
+            assert during == ["holdfast-coordinator" if rank == 0 else "holdfast-worker"]
             assert after == []
         assert seen[2][3] == seen[1][3]  # no file is left open
 
@@ -111,10 +111,10 @@ def test_a_rank_that_dies_after_its_part_does_not_fail_the_commit(nursery: Nurse
 
 
 def test_a_rank_that_is_stopped_outside_of_the_save_is_named(nursery: Nursery, folder: str) -> None:
-    for by_member, by_coordinator, after in values(
+    for by_worker, by_coordinator, after in values(
         nursery.run(channel_life.stop_outside_of_a_save, 3, folder)
     ):
-        assert "no sign of life" in by_member.failures[1]
+        assert "no sign of life" in by_worker.failures[1]
         assert "no sign of life" in by_coordinator.failures[0]
         assert after is None
 
@@ -164,7 +164,7 @@ def test_bytes_are_passed_on_from_one_rank_to_the_others(nursery: Nursery, world
 
 @pytest.mark.parametrize("kind", ["OSError", "SIGKILL", "SIGSTOP"])
 def test_a_rank_that_is_lost_while_bytes_are_passed_on_is_named(nursery: Nursery, kind: str) -> None:
-    outcomes = nursery.run(channel_life.lose_a_member_of_a_lane, 3, kind)
+    outcomes = nursery.run(channel_life.lose_a_rank_of_a_broadcast, 3, kind)
     for rank, outcome in enumerate(outcomes):
         if rank != 1 or kind != "SIGKILL":
             assert outcome.kind == "returned", outcome

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from holdfast._ranks.failures import Verdict, lost_rank
-from holdfast._ranks.frames import Frame, FrameReader, FrameSender, Kind, decode, encode
+from holdfast._ranks.failures import SessionFailure, lost_rank
 from holdfast._ranks.ledger import Label, Ledger
+from holdfast._ranks.messages import Message, MessageKind, MessageReader, MessageSender, decode, encode
 
 LABEL = Label("save", "write", 8.0)
 
@@ -17,15 +17,15 @@ class Account:
     """A ledger of three ranks, and what it told."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[int, Verdict, int | None]] = []
-        self.ledger = Ledger(3, lambda number, verdict, to: self.told.append((number, verdict, to)))
+        self.told: list[tuple[int, SessionFailure, int | None]] = []
+        self.ledger = Ledger(3, lambda number, failed, to: self.told.append((number, failed, to)))
 
     def deliver(self, *ranks: int, number: int = 0, step: int = 0, label: Label = LABEL) -> None:
         for rank in ranks:
             self.ledger.deliver(number, step, rank, label, [b""], 0.0)
 
     def failed_ranks(self) -> list[list[int]]:
-        return [sorted(verdict.failures) for _, verdict, _ in self.told]
+        return [sorted(failed.failures) for _, failed, _ in self.told]
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_rank_lost_after_its_part_fails_the_next_step_only(account: Account) -
 
 def test_a_rank_that_leaves_while_a_step_is_decided_fails_the_next_one(account: Account) -> None:
     account.deliver(0, 1, 2)
-    account.ledger.leave(0, 1, Verdict("write", lost_rank(1, "it was interrupted")))
+    account.ledger.leave(0, 1, SessionFailure("write", lost_rank(1, "it was interrupted")))
     assert account.ledger.session(0).is_deciding
     assert not account.told
     account.ledger.conclude(0)
@@ -80,27 +80,25 @@ def test_a_rank_that_leaves_while_a_step_is_decided_fails_the_next_one(account: 
 
 def test_a_coordinator_that_is_given_up_while_it_decides_can_know(account: Account) -> None:
     account.deliver(0, 1, 2)
-    account.ledger.give_up(0, Verdict("write", lost_rank(0, "silent")))
+    account.ledger.give_up(0, SessionFailure("write", lost_rank(0, "silent")))
     assert account.ledger.session(0).given_up is not None
     account.ledger.conclude(0)
     assert account.failed_ranks() == [[0]]
 
 
 def test_all_failures_that_come_in_time_are_raised_together(account: Account) -> None:
-    account.ledger.deliver_failure(0, 0, 1, LABEL, failure(), 100.0)
-    assert account.ledger.alarm() == 102.0
+    assert account.ledger.deliver_failure(0, 0, 1, LABEL, failure(), 100.0) == 102.0
     account.ledger.deliver_failure(0, 0, 2, LABEL, failure(), 101.0)
     assert not account.told
     account.deliver(0)
     assert account.failed_ranks() == [[1, 2]]
-    assert account.ledger.alarm() is None
 
 
 def test_a_failure_does_not_wait_for_a_slow_rank_for_ever(account: Account) -> None:
     account.ledger.deliver_failure(0, 0, 1, LABEL, failure(), 100.0)
-    account.ledger.rang(101.0)
+    account.ledger.check_deadlines(101.0)
     assert not account.told
-    account.ledger.rang(102.0)
+    account.ledger.check_deadlines(102.0)
     assert account.failed_ranks() == [[1]]
 
 
@@ -114,7 +112,7 @@ def test_who_comes_late_to_a_failed_session_is_told_alone(account: Account) -> N
 def test_sessions_do_not_touch_each_other(account: Account) -> None:
     account.deliver(0, number=1)
     account.deliver(0, 1, 2, number=2)
-    account.ledger.fail(1, Verdict("write", {0: failure()}))
+    account.ledger.fail(1, SessionFailure("write", {0: failure()}))
     assert account.ledger.session(2).is_deciding
     assert [number for number, _, _ in account.told] == [1]
 
@@ -125,8 +123,8 @@ def test_sessions_do_not_touch_each_other(account: Account) -> None:
 def test_ranks_that_do_not_do_the_same_are_told_so(account: Account, label: Label, step: int) -> None:
     account.deliver(0)
     account.deliver(1, label=label, step=step)
-    (_, verdict, _) = account.told[0]
-    assert "same calls in the same order" in str(verdict.failures[1][0])
+    (_, failed, _) = account.told[0]
+    assert "same calls in the same order" in str(failed.failures[1][0])
 
 
 def test_a_rank_that_left_before_a_step_fails_it(account: Account) -> None:
@@ -135,35 +133,35 @@ def test_a_rank_that_left_before_a_step_fails_it(account: Account) -> None:
     assert account.failed_ranks() == [[1]]
 
 
-def test_frames_of_all_sizes_arrive_whole_however_they_are_cut() -> None:
+def test_messages_of_all_sizes_arrive_whole_however_they_are_cut() -> None:
     values = [None, b"", b"x" * 3_000_000, {"a": [1, 2]}, bytearray(70_000)]
     left, right = socket.socketpair()
     left.settimeout(0)
     right.settimeout(0)
-    sender, reader = FrameSender(), FrameReader()
+    sender, reader = MessageSender(), MessageReader()
     for number, value in enumerate(values):
-        sender.add(Frame(Kind.PART, number, 7, encode(value)))
-    sender.add(Frame(Kind.PING))
-    got: list[Frame] = []
+        sender.add(Message(MessageKind.PART, number, 7, encode(value)))
+    sender.add(Message(MessageKind.PING))
+    got: list[Message] = []
     while sender or len(got) <= len(values):
         sender.send(left)
         got += reader.receive(right)
     left.close()
     right.close()
-    assert [frame.kind for frame in got] == [Kind.PART] * len(values) + [Kind.PING]
-    assert [decode(frame.body) for frame in got[:-1]] == values
-    assert [frame.session for frame in got[:-1]] == list(range(len(values)))
+    assert [message.kind for message in got] == [MessageKind.PART] * len(values) + [MessageKind.PING]
+    assert [decode(message.body) for message in got[:-1]] == values
+    assert [message.session for message in got[:-1]] == list(range(len(values)))
 
 
 def test_what_was_said_before_the_end_of_a_connection_is_heard() -> None:
     left, right = socket.socketpair()
-    sender, reader = FrameSender(), FrameReader()
-    sender.add(Frame(Kind.ANSWER, 1, 2, encode("last words")))
+    sender, reader = MessageSender(), MessageReader()
+    sender.add(Message(MessageKind.ANSWER, 1, 2, encode("last words")))
     sender.send(left)
     left.close()
     right.settimeout(0)
-    (frame,) = reader.receive(right)
-    assert decode(frame.body) == "last words"
+    (message,) = reader.receive(right)
+    assert decode(message.body) == "last words"
     with pytest.raises(EOFError):
         reader.receive(right)
     right.close()

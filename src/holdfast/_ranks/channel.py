@@ -1,16 +1,18 @@
-"""The channel of a process group: opened once, kept as long as the group, and never its collectives again.
+"""The channel of a process group: it is opened once, and lives as long as the group.
 
 It is a star of sockets with the coordinator in the middle. Opening it takes two small collectives of the
 caller's group, whatever its backend; from then on a save or load in any thread runs beside the trainer's
 own collectives without touching them.
 
-Why not a ``TCPStore``: a client of a stopped server hangs in native code past every timeout (measured:
-12 s with a timeout of 3, until the server was killed), a dead rank is seen only by what it no longer
-writes, and every wait is a poll. A socket says at once that the other end is gone.
+Why it is not a ``TCPStore``: a client of a stopped server hangs in native code past every timeout
+(measured: 12 s with a timeout of 3, until the server was killed), a dead rank is seen only by what it no
+longer writes, and every wait is a poll. A socket shows at once that the other end is gone.
 """
 
 import atexit
+import errno
 import itertools
+import os
 import resource
 import threading
 import weakref
@@ -18,13 +20,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from holdfast._ranks.addresses import addresses
+from holdfast._ranks.addresses import Address, address_of_port
+from holdfast._ranks.coordinator import CoordinatorEnd
 from holdfast._ranks.failures import Failures, attempt
-from holdfast._ranks.hub import Hub
-from holdfast._ranks.member import Member
+from holdfast._ranks.listener import MOST_UNPROVED
+from holdfast._ranks.worker import WorkerEnd
 from holdfast.errors import WRAPPED_EXCEPTION, CheckpointException, UsageError
 
 __all__ = ["Channel", "open_channel"]
+
+_OTHER_FILES = 32  # files that a save itself has open at the same time, with some to spare
 
 
 class Channel:
@@ -33,40 +38,37 @@ class Channel:
     Attributes:
         rank: This rank's number in the group.
         world_size: How many ranks there are.
-        coordinator: The rank in the middle.
-        hub: The coordinator's end; None on every other rank.
-        member: The end of every other rank; None on the coordinator.
-        token: The secret of the group.
-        docks: Where each rank's lanes arrive: hosts and port.
+        end: The coordinator's end or a worker's, as this rank is.
+        coordinator_end: The coordinator's end; None on every other rank.
+        worker_end: The end of every other rank; None on the coordinator.
+        secret: What the ranks of the group know, and nobody else.
+        addresses: Where each rank listens.
     """
 
     def __init__(
         self,
         rank: int,
-        world_size: int,
-        coordinator: int,
-        end: Hub | Member,
-        token: bytes,
-        docks: list[tuple[list[str], int]],
+        end: CoordinatorEnd | WorkerEnd,
+        secret: bytes,
+        addresses: list[Address],
     ) -> None:
         self.rank = rank
-        self.world_size = world_size
-        self.coordinator = coordinator
+        self.world_size = len(addresses)
         self.end = end
-        self.token = token
-        self.docks = docks
-        self.hub = end if isinstance(end, Hub) else None
-        self.member = end if isinstance(end, Member) else None
+        self.coordinator_end = end if isinstance(end, CoordinatorEnd) else None
+        self.worker_end = end if isinstance(end, WorkerEnd) else None
+        self.secret = secret
+        self.addresses = addresses
         self._numbers = itertools.count()
 
     def begin(self) -> int:
-        """The number of a new session; the same on every rank that has made the same calls before."""
+        """Return the number of a new session: the same on every rank that has made the same calls before."""
         number = next(self._numbers)
         self.end.begin(number)
         return number
 
 
-class _Slot:
+class _GroupChannels:
     """The channels of one group, by coordinator; a group has one, seldom more."""
 
     def __init__(self) -> None:
@@ -74,17 +76,17 @@ class _Slot:
         self.channels: dict[int, Channel] = {}
 
 
-_slots: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Slot]" = weakref.WeakKeyDictionary()
-_slots_lock = threading.Lock()
-_open_ends: "weakref.WeakSet[Hub | Member]" = weakref.WeakSet()
+_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupChannels]" = weakref.WeakKeyDictionary()
+_groups_lock = threading.Lock()
+_open_ends: "weakref.WeakSet[CoordinatorEnd | WorkerEnd]" = weakref.WeakSet()
 
 
 def open_channel(group: dist.ProcessGroup | None = None, coordinator_rank: int = 0) -> Channel:
-    """The channel of a group, opened if this is its first use.
+    """Return the channel of a group; the first call opens it.
 
-    To be called on every rank of the group. The first call uses the group's own collectives, so that it
-    must be made in the thread that makes the trainer's, in the same order on all ranks; later ones do not.
-    A group that has been destroyed and made anew is a new group.
+    Every rank of the group must call it. The first call uses the group's own collectives, so it must be
+    made in the thread that makes the trainer's, in the same order on all ranks; later calls use none. A
+    group that has been destroyed and made again is a new group.
 
     Args:
         group: The process group; by default all ranks.
@@ -92,7 +94,8 @@ def open_channel(group: dist.ProcessGroup | None = None, coordinator_rank: int =
 
     Raises:
         UsageError: This process is not in the group, or the coordinator is not.
-        CheckpointException: Some rank cannot reach the coordinator; the same on every rank.
+        CheckpointException: Some rank cannot reach the coordinator, or the coordinator may not open a
+            socket for each rank; the same on every rank.
     """
     whole = group if group is not None else dist.group.WORLD
     assert whole is not None
@@ -105,54 +108,65 @@ def open_channel(group: dist.ProcessGroup | None = None, coordinator_rank: int =
             expected=f"0 to {world_size - 1}",
             found=coordinator_rank,
         )
-    with _slots_lock:
-        slot = _slots.setdefault(whole, _Slot())
-    with slot.opening:
-        if coordinator_rank not in slot.channels:
-            channel = _agree(whole, rank, world_size, coordinator_rank)
+    with _groups_lock:
+        of_group = _groups.setdefault(whole, _GroupChannels())
+    with of_group.opening:
+        if coordinator_rank not in of_group.channels:
+            channel = _connect_ranks(whole, rank, world_size, coordinator_rank)
             _open_ends.add(channel.end)
             # Not at exit: the order there is ours, see below.
             weakref.finalize(whole, channel.end.close, 0.0).atexit = False
-            slot.channels[coordinator_rank] = channel
-        return slot.channels[coordinator_rank]
+            of_group.channels[coordinator_rank] = channel
+        return of_group.channels[coordinator_rank]
 
 
-def _agree(group: dist.ProcessGroup, rank: int, world_size: int, coordinator: int) -> Channel:
+def _connect_ranks(group: dist.ProcessGroup, rank: int, world_size: int, coordinator: int) -> Channel:
     root = dist.get_global_rank(group, coordinator)
-    end: Hub | Member | None = None
+    end: CoordinatorEnd | WorkerEnd | None = None
+    address: Address | None = None
     failure: WRAPPED_EXCEPTION | None = None
     offer: list[Any] = [None]
     if rank == coordinator:
-        hub, failure = attempt(lambda: _open_hub(rank, world_size))
-        end = hub
-        if isinstance(hub, Hub):
-            offer = [(addresses(is_master=root == 0), hub.port, hub.token)]
+        end, failure = attempt(lambda: _open_coordinator(rank, world_size))
+        if isinstance(end, CoordinatorEnd):
+            address = address_of_port(end.listener.port, is_master=root == 0)
+            offer = [(address, end.secret)]
     dist.broadcast_object_list(offer, src=root, group=group)
     if rank != coordinator and offer[0] is not None:
-        end, failure = attempt(lambda: Member(rank, coordinator, *offer[0]))
-    place = None if end is None else (addresses(is_master=dist.get_rank() == 0), end.dock.port)
+        end, failure = attempt(lambda: WorkerEnd(rank, coordinator, *offer[0]))
+        if isinstance(end, WorkerEnd):
+            address = address_of_port(end.listener.port, is_master=dist.get_rank() == 0)
     outcomes: list[Any] = [None] * world_size
-    dist.all_gather_object(outcomes, (failure, place), group=group)
+    dist.all_gather_object(outcomes, (failure, address), group=group)
     failures: Failures = {who: found for who, (found, _) in enumerate(outcomes) if found is not None}
     if failures:
         if end is not None:
             end.close()
         raise CheckpointException.of("connect", failures)
     assert end is not None
-    return Channel(rank, world_size, coordinator, end, offer[0][2], [docked for _, docked in outcomes])
+    return Channel(rank, end, offer[0][1], [where for _, where in outcomes])
 
 
-def _open_hub(rank: int, world_size: int) -> Hub:
-    # One socket for each rank; many systems begin with a limit of 1024, and allow more for the asking.
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 2 * world_size + 512
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, hard) if hard >= 0 else needed, hard))
-    return Hub(rank, world_size)
+def _open_coordinator(rank: int, world_size: int) -> CoordinatorEnd:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = world_size - 1 + MOST_UNPROVED + _OTHER_FILES
+    is_open = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    if limit != resource.RLIM_INFINITY and is_open + needed > limit:
+        raise OSError(
+            errno.EMFILE,
+            f"rank {rank} coordinates {world_size} ranks and needs {needed} open files for that, besides the "
+            f"{is_open} that it has open, but its limit (RLIMIT_NOFILE) is {limit}. Start the job with a "
+            f"higher limit, for example: ulimit -n {_round_up(is_open + needed)}",
+        )
+    return CoordinatorEnd(rank, world_size)
+
+
+def _round_up(number: int) -> int:
+    return 1 << (2 * number - 1).bit_length()
 
 
 @atexit.register
 def _close_all() -> None:
-    """Say goodbye, so that peers in the middle of a step learn at once that this process has ended."""
+    """Close all channels, so that peers in the middle of a step learn at once that this process has ended."""
     for end in list(_open_ends):
         end.close()

@@ -1,8 +1,8 @@
 """The exchanges of a save or a load: every rank does its part of a step, one decides, all learn the outcome.
 
 A step either succeeds on every rank or raises the same :class:`CheckpointException` on every rank.
-Interrupts (KeyboardInterrupt, SystemExit) are not failures of a step: they pass through as they are on
-the rank that they happen to, and the others raise a CheckpointException that says so.
+Interrupts (KeyboardInterrupt, SystemExit) are not failures of a step: the rank that they happen to raises
+them unchanged, and the others raise a CheckpointException that says that this rank was interrupted.
 """
 
 import abc
@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from typing_extensions import Self
 
-from holdfast._ranks.lane import Lane
+from holdfast._ranks.broadcast import Broadcast
 from holdfast.errors import CheckpointException
 
 __all__ = ["Alone", "Exchange"]
@@ -25,10 +25,10 @@ R = TypeVar("R")
 class Exchange(abc.ABC):
     """This process's place among the ranks of one save or load.
 
-    An exchange serves one save or one load and is left by its with-block; all ranks take the same steps in
-    the same order. A rank that leaves the block by an exception fails the next step of the others at once.
-    After a failed step every further step raises the same failure. To implement one (to run many ranks in
-    one process, say) give it the three attributes and :meth:`decide`.
+    An exchange serves one save or one load, in a with-block; all ranks take the same steps in the same
+    order. If a rank leaves the block by an exception, the next step of the others fails at once. After a
+    failed step every further step raises the same failure. To implement an exchange (to run many ranks in
+    one process, say), give it the three attributes and :meth:`decide`.
 
     Attributes:
         rank: This rank's number in the group.
@@ -36,7 +36,7 @@ class Exchange(abc.ABC):
         is_coordinator: Whether this rank decides.
         outcome_is_known: False after a step that raised here although the coordinator may have decided it, or
             may still do so: this rank had done its part, and then was interrupted or lost the coordinator.
-            What it has written may be part of a checkpoint, and must not be removed.
+            The files that it has written may be part of a checkpoint and must not be removed.
     """
 
     rank: int
@@ -55,7 +55,7 @@ class Exchange(abc.ABC):
 
         ``decision`` runs on the coordinator only, once every rank has done its part; it returns one answer
         for each rank. Parts and answers must pickle; those of the coordinator itself are passed as they
-        are. There is no limit to the time that either takes.
+        are. Both may take any time.
 
         Raises:
             CheckpointException: A part failed on some ranks, the decision failed, or a rank was lost; the
@@ -63,21 +63,21 @@ class Exchange(abc.ABC):
         """
 
     def agree(self, step: str, part: Callable[[], T], decision: Callable[[list[T]], R]) -> R:
-        """As ``decide``, with the same answer for every rank."""
+        """Do as ``decide``, with the same answer for every rank."""
         return self.decide(step, part, lambda parts: [decision(parts)] * self.world_size)
 
     def share(self, step: str, produce: Callable[[], R]) -> R:
         """The coordinator runs ``produce``; every rank gets what it returns, or raises what it raised.
 
-        Not guaranteed: that the others have come this far when it is run.
+        The coordinator may run it before the others have come to this step.
         """
         return self.agree(step, lambda: None, lambda _: produce())
 
-    def lane(self, members: Sequence[int]) -> Lane:
-        """A lane for bulk bytes among some ranks; called by all of them, in the part of a step.
+    def open_broadcast(self, members: Sequence[int]) -> Broadcast:
+        """Connect some ranks to send bulk bytes to each other; all of them call it, in the part of a step.
 
-        Whoever implements an exchange of several ranks gives this too, if its users pass bytes on; what is
-        here is a lane of one.
+        An exchange of several ranks whose users share reads must override this; here the only member is this
+        rank.
 
         Args:
             members: The ranks, the same and in the same order on all of them; this rank is one of them.
@@ -85,7 +85,7 @@ class Exchange(abc.ABC):
         Raises:
             CheckpointException: A member is lost before all have come.
         """
-        return Lane(members, self.rank, None, None, lambda: None)
+        return Broadcast(members, self.rank, None, None, lambda: None)
 
     def confirm(self) -> None:  # noqa: B027 - nobody else can give up what a process does alone
         """Raise if a rank has given this save or load up; called by the coordinator before it commits.
@@ -106,11 +106,11 @@ class Exchange(abc.ABC):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave; whoever leaves by an exception tells the others."""
+        """Leave the exchange; a rank that leaves by an exception tells the others."""
 
 
 class Alone(Exchange):
-    """A single process: its own coordinator."""
+    """The exchange of a single process, which is its own coordinator."""
 
     def __init__(self, rank: int = 0, group_size: int = 1) -> None:
         self.rank = rank
@@ -120,11 +120,11 @@ class Alone(Exchange):
 
     @property
     def group_size(self) -> int:
-        """How many ranks the group has that this one works apart from."""
+        """How many ranks the group has; this one works without the others."""
         return self._group_size
 
     def decide(self, step: str, part: Callable[[], T], decision: Callable[[list[T]], Sequence[R]]) -> R:
-        """Both in turn, here."""
+        """Run ``part``, then ``decision``."""
         try:
             return decision([part()])[0]
         except Exception as error:

@@ -14,7 +14,7 @@ from typing_extensions import Buffer
 
 from holdfast._io.blocks import BlockChecker, crc32
 from holdfast._io.store import ByteStore, FileReader, FileWriter, byte_view
-from holdfast._ranks.lane import Lane
+from holdfast._ranks.broadcast import Broadcast
 from holdfast.errors import ChecksumError, StorageError
 
 __all__ = ["BroadcastSource"]
@@ -33,7 +33,7 @@ class BroadcastSource(ByteStore):
         first: The place in the lane of the member that reads first.
     """
 
-    def __init__(self, store: ByteStore, lane: Lane, rank: int, first: int) -> None:
+    def __init__(self, store: ByteStore, lane: Broadcast, rank: int, first: int) -> None:
         self.url = store.url
         self.store = store
         self._lane = lane

@@ -58,7 +58,7 @@ def read_together(
     def offer() -> tuple[bytes, bytes] | None:
         nonlocal plan, names
         plan = finish_plan()
-        if willing and type(exchange).lane is not Exchange.lane:
+        if willing and type(exchange).open_broadcast is not Exchange.open_broadcast:
             names = _names_of(plan, planner, metadata)
         return None if names is None else names.offer()
 
@@ -221,7 +221,7 @@ class _Reading:
         cancellation = Cancellation()
         jobs = []
         for at, part in enumerate(dealt):
-            lane = self.exchange.lane(members)
+            lane = self.exchange.open_broadcast(members)
             store = BroadcastSource(self.store, lane, self.exchange.rank, at)
             plan = self._plan([numbers[number] for number in part])
 

@@ -1,0 +1,87 @@
+"""How a channel's sockets are made, so that a process forked later does not keep them open.
+
+A socket is closed for its peer when no process has it open any more. A forked child (a worker of a
+DataLoader, say) inherits all sockets of its parent; if it kept them, the other ranks would not notice the
+parent's death.
+"""
+
+import contextlib
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+__all__ = ["closed_in_children", "listen", "open_connection"]
+
+S = TypeVar("S")
+
+# No fork comes between the making of a socket and its entry in this set. The lock is re-entrant because a
+# signal handler may fork while its thread holds it.
+_making = threading.RLock()
+_of_this_process: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+def closed_in_children(make: Callable[[], S]) -> S:
+    """Return what ``make`` returns; it must have ``close``, which forked children will call first of all.
+
+    ``make`` must not block: the process cannot fork meanwhile.
+    """
+    with _making:
+        made = make()
+        _of_this_process.add(made)
+    return made
+
+
+def _close_all_in_child() -> None:
+    for inherited in list(_of_this_process):
+        with contextlib.suppress(OSError):
+            inherited.close()
+    _of_this_process.clear()
+    _making.release()
+
+
+os.register_at_fork(
+    before=_making.acquire, after_in_parent=_making.release, after_in_child=_close_all_in_child
+)
+
+
+def listen(backlog: int) -> socket.socket:
+    """Return a listening socket that does not block, on a free port of every interface."""
+
+    def make() -> socket.socket:
+        try:
+            return socket.create_server(
+                ("", 0), family=socket.AF_INET6, dualstack_ipv6=socket.has_dualstack_ipv6(), backlog=backlog
+            )
+        except (OSError, ValueError):  # a host without IPv6
+            return socket.create_server(("", 0), backlog=backlog)
+
+    made = closed_in_children(make)
+    made.settimeout(0)
+    return made
+
+
+def open_connection(host: str, port: int, timeout: float) -> socket.socket:
+    """Connect to a host by name or number, trying each of its addresses for ``timeout`` seconds.
+
+    Raises:
+        OSError: None of them answers; the error is that of the last one.
+    """
+    failed = OSError(f"{host} has no address")
+    for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        try:
+            connection = closed_in_children(lambda family=family: socket.socket(family))  # type: ignore[misc]
+        except OSError as error:  # a family that this host does not have, or no file left
+            failed = error
+            continue
+        try:
+            connection.settimeout(timeout)
+            connection.connect(address)
+        except OSError as error:
+            connection.close()
+            failed = error
+        else:
+            return connection
+    raise failed
