@@ -19,7 +19,7 @@ import struct
 from typing import NamedTuple
 
 __all__ = ["ANSWER_SIZE", "CHALLENGE_SIZE", "REPLY_SIZE", "Request", "answer", "check_answer"]
-__all__ += ["check_reply", "new_challenge", "new_secret", "reply"]
+__all__ += ["check_reply", "new_secret", "reply"]
 
 CHALLENGE_SIZE = 32
 _PROOF_SIZE = 32
@@ -48,14 +48,9 @@ def new_secret() -> bytes:
     return secrets.token_bytes(32)
 
 
-def new_challenge() -> bytes:
-    """Return random bytes that were never used before."""
-    return secrets.token_bytes(CHALLENGE_SIZE)
-
-
 def answer(secret: bytes, challenge: bytes, request: Request) -> bytes:
     """Return what the connecting rank sends after it has received the challenge."""
-    said = new_challenge() + _REQUEST.pack(*request)
+    said = secrets.token_bytes(CHALLENGE_SIZE) + _REQUEST.pack(*request)
     return said + _proof(secret, b"connecting", challenge + said)
 
 

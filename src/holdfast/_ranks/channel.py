@@ -156,13 +156,9 @@ def _open_coordinator(rank: int, world_size: int) -> CoordinatorEnd:
             errno.EMFILE,
             f"rank {rank} coordinates {world_size} ranks and needs {needed} open files for that, besides the "
             f"{is_open} that it has open, but its limit (RLIMIT_NOFILE) is {limit}. Start the job with a "
-            f"higher limit, for example: ulimit -n {_round_up(is_open + needed)}",
+            f"higher limit, for example: ulimit -n {2 * (is_open + needed)}",
         )
     return CoordinatorEnd(rank, world_size)
-
-
-def _round_up(number: int) -> int:
-    return 1 << (2 * number - 1).bit_length()
 
 
 @atexit.register

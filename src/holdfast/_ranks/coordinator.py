@@ -39,7 +39,6 @@ class CoordinatorEnd:
             self.secret,
             self._admit,
             expected=lambda: world_size - 1 - len(self._peers),
-            backlog=world_size + 16,
         )
         self._loop.start()
 

@@ -38,7 +38,7 @@ def heartbeat_port() -> int:
 
 
 def _open_store() -> Any:
-    with listen(backlog=16) as listening:
+    with listen() as listening:
         # The store never closes a connection that says nothing. This lets the kernel keep such connections to
         # itself, so that they use no file of this process. A probe shuts its side down, which counts as data.
         if sys.platform == "linux":

@@ -5,23 +5,15 @@ to: connections that say nothing, or anything else, never use up the files that 
 """
 
 import contextlib
+import secrets
 import selectors
 import socket
 import time
 from collections.abc import Callable
 
+from holdfast._ranks import authentication
 from holdfast._ranks.addresses import Address, hosts_to_try
-from holdfast._ranks.authentication import (
-    ANSWER_SIZE,
-    CHALLENGE_SIZE,
-    REPLY_SIZE,
-    Request,
-    answer,
-    check_answer,
-    check_reply,
-    new_challenge,
-    reply,
-)
+from holdfast._ranks.authentication import ANSWER_SIZE, CHALLENGE_SIZE, REPLY_SIZE, Request
 from holdfast._ranks.event_loop import EventLoop
 from holdfast._ranks.heartbeat import heartbeat_port
 from holdfast._ranks.sockets import closed_in_children, listen, open_connection
@@ -48,7 +40,6 @@ class Listener:
         secret: The secret of the group.
         admit: Called in the loop's thread with each connection for messages that has proved itself.
         expected: How many ranks have not connected yet.
-        backlog: How many connections may wait for being accepted.
 
     Attributes:
         port: Where it listens.
@@ -61,7 +52,6 @@ class Listener:
         admit: Callable[[socket.socket, Request], None],
         *,
         expected: Callable[[], int] = lambda: 0,
-        backlog: int = 16,
     ) -> None:
         self._loop = loop
         self._secret = secret
@@ -70,7 +60,7 @@ class Listener:
         self._heartbeat_port = heartbeat_port()
         self._unproved: dict[socket.socket, None] = {}  # the oldest first
         self._for_broadcasts: dict[bytes, socket.socket] = {}
-        self._socket = listen(backlog)
+        self._socket = listen()
         self.port: int = self._socket.getsockname()[1]
         loop.own(self._socket)
         loop.listen_to(self._socket, selectors.EVENT_READ, self._accept)
@@ -103,7 +93,7 @@ class Listener:
         connection.settimeout(0)
         self._loop.own(connection)
         self._unproved[connection] = None
-        challenge, received = new_challenge(), bytearray()
+        challenge, received = secrets.token_bytes(CHALLENGE_SIZE), bytearray()
         with contextlib.suppress(OSError):
             connection.send(challenge)  # a few bytes into an empty buffer
         self._loop.listen_to(
@@ -135,14 +125,14 @@ class Listener:
         if more and len(received) < ANSWER_SIZE:
             return
         answered = bytes(received)
-        request = check_answer(self._secret, challenge, answered) if more else None
+        request = authentication.check_answer(self._secret, challenge, answered) if more else None
         if request is None:
             self._close_unproved(connection)
             return
         del self._unproved[connection]
         self._loop.forget(connection)
         with contextlib.suppress(OSError):
-            connection.send(reply(self._secret, challenge, answered, self._heartbeat_port))
+            connection.send(authentication.reply(self._secret, challenge, answered, self._heartbeat_port))
         if request.broadcast == Request(0).broadcast:
             self._loop.disown(connection)
             self._admit(connection, request)
@@ -188,13 +178,13 @@ def _connect_to(
     try:
         until = time.monotonic() + _REPLY_TIMEOUT
         challenge = _receive_exactly(connection, CHALLENGE_SIZE, until, check)
-        answered = answer(secret, challenge, request)
+        answered = authentication.answer(secret, challenge, request)
         connection.sendall(answered)
         replied = _receive_exactly(connection, REPLY_SIZE, until, check)
     except BaseException:
         connection.close()
         raise
-    heartbeat = check_reply(secret, challenge, answered, replied)
+    heartbeat = authentication.check_reply(secret, challenge, answered, replied)
     if heartbeat is None:
         connection.close()
         raise ConnectionRefusedError("something else listens there")

@@ -17,6 +17,8 @@ __all__ = ["closed_in_children", "listen", "open_connection"]
 
 S = TypeVar("S")
 
+_BACKLOG = 4096  # all ranks of a group may connect at once; the kernel has a limit of its own
+
 # No fork comes between the making of a socket and its entry in this set. The lock is re-entrant because a
 # signal handler may fork while its thread holds it.
 _making = threading.RLock()
@@ -47,16 +49,16 @@ os.register_at_fork(
 )
 
 
-def listen(backlog: int) -> socket.socket:
+def listen() -> socket.socket:
     """Return a listening socket that does not block, on a free port of every interface."""
 
     def make() -> socket.socket:
         try:
             return socket.create_server(
-                ("", 0), family=socket.AF_INET6, dualstack_ipv6=socket.has_dualstack_ipv6(), backlog=backlog
+                ("", 0), family=socket.AF_INET6, dualstack_ipv6=socket.has_dualstack_ipv6(), backlog=_BACKLOG
             )
         except (OSError, ValueError):  # a host without IPv6
-            return socket.create_server(("", 0), backlog=backlog)
+            return socket.create_server(("", 0), backlog=_BACKLOG)
 
     made = closed_in_children(make)
     made.settimeout(0)
