@@ -126,7 +126,11 @@ class GroupExchange(Exchange):
         channel = self._channel
         outgoing, _ = connect(channel.addresses[following], channel.secret, request, self._check)
         key = broadcast_key(self._number, ring, count, self.rank)
-        incoming = self._end.listener.wait_for_broadcast(key, self._check)
+        try:
+            incoming = self._end.listener.wait_for_broadcast(key, self._check)
+        except BaseException:
+            outgoing.close()
+            raise
         return Broadcast(ring, self.rank, incoming, outgoing, self._check)
 
     @contextlib.contextmanager
