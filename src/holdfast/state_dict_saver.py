@@ -23,8 +23,8 @@ from holdfast._engine.save import run_save
 from holdfast._engine.stateful_objects import open_states
 from holdfast._helper import start_helper
 from holdfast._io.progress import Progress, ProgressTracker
-from holdfast._ranks.group_exchange import DEFAULT_PEER_TIMEOUT, open_exchange
 from holdfast._ranks.exchange import Exchange
+from holdfast._ranks.group_exchange import DEFAULT_PEER_TIMEOUT, open_exchange
 from holdfast._storage_choice import choose_writer, storage_may_come_second
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import UsageError

@@ -16,7 +16,7 @@ from holdfast._ranks.authentication import (
     ANSWER_SIZE,
     CHALLENGE_SIZE,
     REPLY_SIZE,
-    Request,
+    ConnectionRequest,
     answer,
     new_secret,
 )
@@ -25,14 +25,14 @@ from holdfast._ranks.listener import MOST_UNPROVED, Listener, connect
 from holdfast._ranks.messages import Message, MessageKind
 
 SECRET = new_secret()
-REQUEST = Request(3, 4567)
+REQUEST = ConnectionRequest(3, 4567)
 
 
 class Rank:
     """A rank that only listens, and keeps the connections that were admitted."""
 
     def __init__(self) -> None:
-        self.admitted: list[tuple[socket.socket, Request]] = []
+        self.admitted: list[tuple[socket.socket, ConnectionRequest]] = []
         self.loop = EventLoop(self, "test")
         self.listener = Listener(
             self.loop, SECRET, lambda connection, request: self.admitted.append((connection, request))

@@ -11,7 +11,7 @@ import pytest
 from holdfast._io.blocks import BLOCK_SIZE, crc32
 from holdfast._io.local import LocalStore
 from holdfast._io.store import FileReader
-from holdfast._ranks.lane import Lane
+from holdfast._ranks.broadcast import Broadcast
 from holdfast._storage.broadcast_source import BroadcastSource
 from holdfast.errors import ChecksumError, StorageError
 
@@ -45,12 +45,12 @@ class LyingStore(LocalStore):
 class Damaging:
     """The connections between two ranks, which change a byte of everything longer than a header."""
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
-        self.members = lane.members
+    def __init__(self, broadcast: Broadcast) -> None:
+        self._broadcast = broadcast
+        self.members = broadcast.members
 
     def send_to_all(self, buffer: memoryview, source: int) -> None:
-        self._lane.send_to_all(buffer, source)
+        self._broadcast.send_to_all(buffer, source)
         if len(buffer) > 100:
             buffer[-1] ^= 1
 
@@ -61,16 +61,20 @@ def both(folder: Path, work: Callable[[BroadcastSource], Any], **kinds: Any) -> 
     (folder / "b").write_bytes(CONTENT)
     forth, back = socket.socketpair(), socket.socketpair()
     stores = [kinds.get("first", LocalStore)(folder), LocalStore(folder)]
-    lanes = [
-        Lane((0, 1), 0, back[0], forth[0], lambda: None),
-        Lane((0, 1), 1, forth[1], back[1], lambda: None),
+    broadcasts = [
+        Broadcast((0, 1), 0, back[0], forth[0], lambda: None),
+        Broadcast((0, 1), 1, forth[1], back[1], lambda: None),
     ]
     outcomes: list[Any] = [None, None]
 
     def run(rank: int) -> None:
-        lane: Any = kinds.get("lane", lambda lane: lane)(lanes[rank]) if rank == 1 else lanes[rank]
+        broadcast: Any = (
+            kinds.get("broadcast", lambda broadcast: broadcast)(broadcasts[rank])
+            if rank == 1
+            else broadcasts[rank]
+        )
         try:
-            outcomes[rank] = work(BroadcastSource(stores[rank], lane, rank, 0))
+            outcomes[rank] = work(BroadcastSource(stores[rank], broadcast, rank, 0))
         except Exception as error:
             outcomes[rank] = error
 
@@ -79,8 +83,8 @@ def both(folder: Path, work: Callable[[BroadcastSource], Any], **kinds: Any) -> 
         thread.start()
     for thread in threads:
         thread.join(30)
-    for lane in lanes:
-        lane.close()
+    for broadcast in broadcasts:
+        broadcast.close()
     return outcomes
 
 
@@ -112,7 +116,7 @@ def test_a_rank_checks_what_another_read_for_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("read", [read_checked, read_unchecked])
 def test_bytes_that_change_on_their_way_are_noticed(tmp_path: Path, read: Any) -> None:
-    _, received = both(tmp_path, read, lane=Damaging)
+    _, received = both(tmp_path, read, broadcast=Damaging)
     assert isinstance(received, ChecksumError)
 
 

@@ -18,7 +18,7 @@ import secrets
 import struct
 from typing import NamedTuple
 
-__all__ = ["ANSWER_SIZE", "CHALLENGE_SIZE", "REPLY_SIZE", "Request", "answer", "check_answer"]
+__all__ = ["ANSWER_SIZE", "CHALLENGE_SIZE", "REPLY_SIZE", "ConnectionRequest", "answer", "check_answer"]
 __all__ += ["check_reply", "new_secret", "reply"]
 
 CHALLENGE_SIZE = 32
@@ -29,7 +29,7 @@ ANSWER_SIZE = CHALLENGE_SIZE + _REQUEST.size + _PROOF_SIZE
 REPLY_SIZE = _PORT.size + _PROOF_SIZE
 
 
-class Request(NamedTuple):
+class ConnectionRequest(NamedTuple):
     """What a rank wants of the listener that it connects to.
 
     Attributes:
@@ -48,18 +48,18 @@ def new_secret() -> bytes:
     return secrets.token_bytes(32)
 
 
-def answer(secret: bytes, challenge: bytes, request: Request) -> bytes:
+def answer(secret: bytes, challenge: bytes, request: ConnectionRequest) -> bytes:
     """Return what the connecting rank sends after it has received the challenge."""
     said = secrets.token_bytes(CHALLENGE_SIZE) + _REQUEST.pack(*request)
     return said + _proof(secret, b"connecting", challenge + said)
 
 
-def check_answer(secret: bytes, challenge: bytes, answered: bytes) -> Request | None:
+def check_answer(secret: bytes, challenge: bytes, answered: bytes) -> ConnectionRequest | None:
     """Return the request of an answer; None if the sender does not know the secret."""
     said, proof = answered[:-_PROOF_SIZE], answered[-_PROOF_SIZE:]
     if not hmac.compare_digest(proof, _proof(secret, b"connecting", challenge + said)):
         return None
-    return Request(*_REQUEST.unpack_from(said, CHALLENGE_SIZE))
+    return ConnectionRequest(*_REQUEST.unpack_from(said, CHALLENGE_SIZE))
 
 
 def reply(secret: bytes, challenge: bytes, answered: bytes, heartbeat_port: int) -> bytes:

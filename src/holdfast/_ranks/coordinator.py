@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import Mapping
 
-from holdfast._ranks.authentication import Request, new_secret
+from holdfast._ranks.authentication import ConnectionRequest, new_secret
 from holdfast._ranks.event_loop import EventLoop
 from holdfast._ranks.failures import SessionFailedError, SessionFailure, lost_rank, pack, unpack
 from holdfast._ranks.ledger import Label, Ledger
@@ -143,7 +143,7 @@ class CoordinatorEnd:
 
     # For the event loop, in its thread.
 
-    def _admit(self, connection: socket.socket, request: Request) -> None:
+    def _admit(self, connection: socket.socket, request: ConnectionRequest) -> None:
         before = self._peers.get(request.rank)
         if before is not None:
             self._loop.drop(before, "it connected anew")

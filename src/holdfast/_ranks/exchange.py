@@ -88,9 +88,9 @@ class Exchange(abc.ABC):
         return Broadcast(members, self.rank, None, None, lambda: None)
 
     def confirm(self) -> None:  # noqa: B027 - nobody else can give up what a process does alone
-        """Raise if a rank has given this save or load up; called by the coordinator before it commits.
+        """Raise if a rank has taken the coordinator for dead, which calls this directly before it commits.
 
-        Costs one round of the channel's thread, about 0.1 ms, and no message. Not guaranteed: a process that
+        It costs one turn of the channel's thread, about 0.1 ms, and no message. It does not help if the process
         is stopped between this call and the commit itself.
 
         Raises:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from holdfast._ranks.authentication import Request
+from holdfast._ranks.authentication import ConnectionRequest
 from holdfast._ranks.broadcast import Broadcast, broadcast_key
 from holdfast._ranks.channel import Channel, open_channel
 from holdfast._ranks.coordinator import CoordinatorEnd
@@ -122,7 +122,7 @@ class GroupExchange(Exchange):
             return super().open_broadcast(ring)
         self._end.expect(self._number, self._step, self._label())
         following = ring[(ring.index(self.rank) + 1) % len(ring)]
-        request = Request(self.rank, broadcast=broadcast_key(self._number, ring, count, following))
+        request = ConnectionRequest(self.rank, broadcast=broadcast_key(self._number, ring, count, following))
         channel = self._channel
         outgoing, _ = connect(channel.addresses[following], channel.secret, request, self._check)
         key = broadcast_key(self._number, ring, count, self.rank)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from holdfast._ranks import authentication
 from holdfast._ranks.addresses import Address, hosts_to_try
-from holdfast._ranks.authentication import ANSWER_SIZE, CHALLENGE_SIZE, REPLY_SIZE, Request
+from holdfast._ranks.authentication import ANSWER_SIZE, CHALLENGE_SIZE, REPLY_SIZE, ConnectionRequest
 from holdfast._ranks.event_loop import EventLoop
 from holdfast._ranks.heartbeat import heartbeat_port
 from holdfast._ranks.sockets import closed_in_children, listen, open_connection
@@ -49,7 +49,7 @@ class Listener:
         self,
         loop: EventLoop,
         secret: bytes,
-        admit: Callable[[socket.socket, Request], None],
+        admit: Callable[[socket.socket, ConnectionRequest], None],
         *,
         expected: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -133,7 +133,7 @@ class Listener:
         self._loop.forget(connection)
         with contextlib.suppress(OSError):
             connection.send(authentication.reply(self._secret, challenge, answered, self._heartbeat_port))
-        if request.broadcast == Request(0).broadcast:
+        if request.broadcast == ConnectionRequest(0).broadcast:
             self._loop.disown(connection)
             self._admit(connection, request)
         else:
@@ -141,7 +141,7 @@ class Listener:
 
 
 def connect(
-    address: Address, secret: bytes, request: Request, check: Callable[[], None] = lambda: None
+    address: Address, secret: bytes, request: ConnectionRequest, check: Callable[[], None] = lambda: None
 ) -> tuple[socket.socket, int]:
     """Connect to another rank's listener; return the connection and the port of that rank's heartbeat.
 
@@ -172,7 +172,7 @@ def connect(
 
 
 def _connect_to(
-    host: str, port: int, secret: bytes, request: Request, check: Callable[[], None]
+    host: str, port: int, secret: bytes, request: ConnectionRequest, check: Callable[[], None]
 ) -> tuple[socket.socket, int]:
     connection = open_connection(host, port, _CONNECT_TIMEOUT)
     try:

@@ -5,7 +5,7 @@ import threading
 import traceback
 
 from holdfast._ranks.addresses import Address
-from holdfast._ranks.authentication import Request
+from holdfast._ranks.authentication import ConnectionRequest
 from holdfast._ranks.event_loop import EventLoop
 from holdfast._ranks.failures import (
     Failures,
@@ -64,7 +64,7 @@ class WorkerEnd:
         self._loop.start()
 
     def _connect(self) -> Peer:
-        request = Request(self._rank, heartbeat_port())
+        request = ConnectionRequest(self._rank, heartbeat_port())
         return Peer(self._coordinator, *connect(self._address, self._secret, request))
 
     def _set_coordinator(self, peer: Peer) -> None:

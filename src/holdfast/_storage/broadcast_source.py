@@ -24,19 +24,19 @@ _HEADER = struct.Struct("<32sI")
 
 
 class BroadcastSource(ByteStore):
-    """A checkpoint as the members of a lane read it. Each member makes the same calls in the same order.
+    """A checkpoint as the members of a broadcast read it. Each member makes the same calls in the same order.
 
     Args:
         store: Where to read from.
-        lane: The ranks that read.
+        broadcast: The ranks that read.
         rank: This rank.
-        first: The place in the lane of the member that reads first.
+        first: The place in the broadcast of the member that reads first.
     """
 
-    def __init__(self, store: ByteStore, lane: Broadcast, rank: int, first: int) -> None:
+    def __init__(self, store: ByteStore, broadcast: Broadcast, rank: int, first: int) -> None:
         self.url = store.url
         self.store = store
-        self._lane = lane
+        self._broadcast = broadcast
         self._rank = rank
         self._turn = first
 
@@ -59,13 +59,13 @@ class BroadcastSource(ByteStore):
         Raises:
             StorageError: The members do not mean the same bytes.
         """
-        source = self._lane.members[self._turn % len(self._lane.members)]
+        source = self._broadcast.members[self._turn % len(self._broadcast.members)]
         self._turn += 1
         meant = hashlib.sha256(repr((name, offset, len(view))).encode()).digest()
         header = bytearray(_HEADER.size)
         if source == self._rank:
             _HEADER.pack_into(header, 0, meant, read())
-        self._lane.send_to_all(memoryview(header), source)
+        self._broadcast.send_to_all(memoryview(header), source)
         sent, checksum = _HEADER.unpack(header)
         if sent != meant:
             raise StorageError(
@@ -74,7 +74,7 @@ class BroadcastSource(ByteStore):
                 "Load with share_reads=False.",
                 rank=source,
             )
-        self._lane.send_to_all(view, source)
+        self._broadcast.send_to_all(view, source)
         return None if source == self._rank else int(checksum)
 
     def list(self) -> dict[str, int]:

@@ -24,7 +24,7 @@ __all__ = ["read_together"]
 
 # Fewer bytes than this are read by each rank itself before the connections to the others would be there.
 _WORTH_PASSING_ON = 256 * 1024
-_MOST_LANES = 4
+_MOST_BROADCASTS = 4
 
 
 def read_together(
@@ -215,18 +215,18 @@ class _Reading:
         return LoadPlan(ReadLines(self.names.columns.take(numbers)))
 
     def _read_with(self, members: tuple[int, ...], numbers: list[int]) -> None:
-        """Several lanes at once, so that several members read while others pass on."""
-        lanes = min(_MOST_LANES, len(members), len(numbers)) if self.names.values is not None else 1
-        dealt = _deal([self.names.nbytes(number) for number in numbers], lanes)
+        """Several broadcasts at once, so that several members read while others pass on."""
+        broadcasts = min(_MOST_BROADCASTS, len(members), len(numbers)) if self.names.values is not None else 1
+        dealt = _deal([self.names.nbytes(number) for number in numbers], broadcasts)
         cancellation = Cancellation()
         jobs = []
         for at, part in enumerate(dealt):
-            lane = self.exchange.open_broadcast(members)
-            store = BroadcastSource(self.store, lane, self.exchange.rank, at)
+            broadcast = self.exchange.open_broadcast(members)
+            store = BroadcastSource(self.store, broadcast, self.exchange.rank, at)
             plan = self._plan([numbers[number] for number in part])
 
-            def job(store: BroadcastSource = store, plan: LoadPlan = plan, lane: Any = lane) -> None:
-                with lane:
+            def job(store: BroadcastSource = store, plan: LoadPlan = plan, opened: Any = broadcast) -> None:
+                with opened:
                     self.read(store, plan, 1)
 
             jobs.append(job)
