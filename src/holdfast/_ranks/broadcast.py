@@ -43,8 +43,8 @@ class Broadcast:
         self,
         members: Sequence[int],
         rank: int,
-        incoming: socket.socket | None,
-        outgoing: socket.socket | None,
+        incoming: socket.socket,
+        outgoing: socket.socket,
         check: Callable[[], None],
     ) -> None:
         self.members = tuple(members)
@@ -52,9 +52,8 @@ class Broadcast:
         self._incoming = incoming
         self._outgoing = outgoing
         self._check = check
-        for connection in (incoming, outgoing):
-            if connection is not None:
-                connection.settimeout(0)
+        incoming.settimeout(0)
+        outgoing.settimeout(0)
 
     def send_to_all(self, buffer: memoryview, source: int) -> None:
         """Fill ``buffer`` on every rank of the broadcast with what it holds on rank ``source``.
@@ -81,7 +80,6 @@ class Broadcast:
     def _receive(self, room: memoryview) -> int:
         if not room:
             return 0
-        assert self._incoming is not None
         try:
             taken = self._incoming.recv_into(room)
         except BlockingIOError:
@@ -95,7 +93,6 @@ class Broadcast:
     def _send(self, piece: memoryview) -> int:
         if not piece:
             return 0
-        assert self._outgoing is not None
         try:
             return self._outgoing.send(piece)
         except BlockingIOError:
@@ -106,9 +103,9 @@ class Broadcast:
 
     def _wait(self, *, may_send: bool, may_receive: bool) -> None:
         waiting = select.poll()  # select() knows no file numbers above 1024
-        if may_receive and self._incoming is not None:
+        if may_receive:
             waiting.register(self._incoming, select.POLLIN)
-        if may_send and self._outgoing is not None:
+        if may_send:
             waiting.register(self._outgoing, select.POLLOUT)
         if not waiting.poll(_CHECK_INTERVAL * 1000):
             self._check()
@@ -123,9 +120,8 @@ class Broadcast:
 
     def close(self) -> None:
         """Close both connections."""
-        for connection in (self._incoming, self._outgoing):
-            if connection is not None:
-                connection.close()
+        self._incoming.close()
+        self._outgoing.close()
 
     def __enter__(self) -> Self:
         return self

@@ -16,6 +16,8 @@ import os
 import resource
 import threading
 import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -32,38 +34,27 @@ __all__ = ["Channel", "open_channel"]
 _OTHER_FILES = 32  # files that a save itself has open at the same time, with some to spare
 
 
+@dataclass(frozen=True)
 class Channel:
     """This rank's end of a group's channel.
 
     Attributes:
         rank: This rank's number in the group.
-        world_size: How many ranks there are.
-        end: The coordinator's end or a worker's, as this rank is.
-        coordinator_end: The coordinator's end; None on every other rank.
-        worker_end: The end of every other rank; None on the coordinator.
+        end: The coordinator's end or a worker's, depending on the rank.
         secret: What the ranks of the group know, and nobody else.
         addresses: Where each rank listens.
+        numbers: The numbers of the sessions to come.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        end: CoordinatorEnd | WorkerEnd,
-        secret: bytes,
-        addresses: list[Address],
-    ) -> None:
-        self.rank = rank
-        self.world_size = len(addresses)
-        self.end = end
-        self.coordinator_end = end if isinstance(end, CoordinatorEnd) else None
-        self.worker_end = end if isinstance(end, WorkerEnd) else None
-        self.secret = secret
-        self.addresses = addresses
-        self._numbers = itertools.count()
+    rank: int
+    end: CoordinatorEnd | WorkerEnd
+    secret: bytes
+    addresses: list[Address]
+    numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def begin(self) -> int:
         """Return the number of a new session: the same on every rank that has made the same calls before."""
-        number = next(self._numbers)
+        number = next(self.numbers)
         self.end.begin(number)
         return number
 

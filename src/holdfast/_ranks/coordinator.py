@@ -179,13 +179,9 @@ class CoordinatorEnd:
         part: Segments | None,
         failure: WRAPPED_EXCEPTION | None,
     ) -> None:
-        now = time.monotonic()
-        if failure is None:
-            self._ledger.deliver(number, step, rank, label, part, now)
-        else:
-            deadline = self._ledger.deliver_failure(number, step, rank, label, failure, now)
-            if deadline is not None:
-                self._loop.call_at(deadline, self._ledger.check_deadlines)
+        deadline = self._ledger.deliver(number, step, rank, label, part, failure, time.monotonic())
+        if deadline is not None:
+            self._loop.call_at(deadline, self._ledger.check_deadlines)
 
     def on_lost(self, peer: Peer, reason: str) -> None:
         """Record that the rank is lost."""

@@ -76,22 +76,21 @@ class Exchange(abc.ABC):
     def open_broadcast(self, members: Sequence[int]) -> Broadcast:
         """Connect some ranks to send bulk bytes to each other; all of them call it, in the part of a step.
 
-        An exchange of several ranks whose users share reads must override this; here the only member is this
-        rank.
+        An exchange need not have this: without it, each rank reads for itself what several need.
 
         Args:
-            members: The ranks, the same and in the same order on all of them; this rank is one of them.
+            members: At least two ranks, in the same order on all of them; this rank is one of them.
 
         Raises:
             CheckpointException: A member is lost before all have come.
         """
-        return Broadcast(members, self.rank, None, None, lambda: None)
+        raise NotImplementedError
 
     def confirm(self) -> None:  # noqa: B027 - nobody else can give up what a process does alone
         """Raise if a rank has taken the coordinator for dead, which calls this directly before it commits.
 
-        It costs one turn of the channel's thread, about 0.1 ms, and no message. It does not help if the process
-        is stopped between this call and the commit itself.
+        It costs one turn of the channel's thread, about 0.1 ms, and no message. It does not help if the
+        process is stopped between this call and the commit itself.
 
         Raises:
             CheckpointException: As it was raised on the other ranks.

@@ -78,8 +78,8 @@ class GroupExchange(Exchange):
 
     def __init__(self, channel: Channel, purpose: str, peer_timeout: float) -> None:
         self.rank = channel.rank
-        self.world_size = channel.world_size
-        self.is_coordinator = channel.coordinator_end is not None
+        self.world_size = len(channel.addresses)
+        self.is_coordinator = isinstance(channel.end, CoordinatorEnd)
         self._channel = channel
         self._end = channel.end
         self._purpose = purpose
@@ -118,8 +118,6 @@ class GroupExchange(Exchange):
         """Connect to the next rank of the ring, and wait for the one before."""
         ring = tuple(members)
         count = self._broadcasts[ring] = self._broadcasts.get(ring, 0) + 1
-        if len(ring) == 1:
-            return super().open_broadcast(ring)
         self._end.expect(self._number, self._step, self._label())
         following = ring[(ring.index(self.rank) + 1) % len(ring)]
         request = ConnectionRequest(self.rank, broadcast=broadcast_key(self._number, ring, count, following))

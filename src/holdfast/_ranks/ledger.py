@@ -105,20 +105,16 @@ class Ledger:
         return self._sessions[number]
 
     def deliver(
-        self, number: int, step: int, rank: int, label: Label, part: Segments | None, now: float
-    ) -> None:
-        """Record that a rank has done its part."""
-        session = self._enter(number, step, rank, label)
-        if session is not None:
-            session.label = session.label or label
-            session.parts[rank] = part
-            session.missing.discard(rank)
-            self._decide_or_fail(number, session, now)
-
-    def deliver_failure(
-        self, number: int, step: int, rank: int, label: Label, failure: WRAPPED_EXCEPTION, now: float
+        self,
+        number: int,
+        step: int,
+        rank: int,
+        label: Label,
+        part: Segments | None,
+        failure: WRAPPED_EXCEPTION | None,
+        now: float,
     ) -> float | None:
-        """Record that a rank has failed to do its part.
+        """Record that a rank has done its part, or failed to.
 
         Returns:
             When to call :meth:`check_deadlines`; None if there is no need to.
@@ -127,12 +123,14 @@ class Ledger:
         if session is None:
             return None
         session.label = session.label or label
-        session.failed_parts[rank] = failure
         session.missing.discard(rank)
-        if session.deadline is None:
-            session.deadline = now + _GRACE * label.timeout
+        if failure is None:
+            session.parts[rank] = part
+        else:
+            session.failed_parts[rank] = failure
+            session.deadline = session.deadline or now + _GRACE * label.timeout
         self._decide_or_fail(number, session, now)
-        return None if session.failure is not None else session.deadline
+        return session.deadline
 
     def expect(self, number: int, step: int, rank: int, label: Label, now: float) -> None:
         """Record that a rank waits for others, without having done its part or in the middle of it."""
