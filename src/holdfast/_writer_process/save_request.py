@@ -119,9 +119,9 @@ class _RequestPickler(pickle.Pickler):
         self._stop = self._start + base.numel()
 
     def persistent_id(self, obj: Any) -> int | tuple[Any, ...] | None:
-        if isinstance(obj, SaveContext):
-            return obj.rank, obj.world_size, obj.is_coordinator, obj.use_collectives
         if not isinstance(obj, torch.Tensor):
+            if type(obj) is SaveContext:
+                return obj.rank, obj.world_size, obj.is_coordinator, obj.use_collectives
             return None
         if is_sharded(obj):
             return -1
