@@ -2,7 +2,8 @@
 
 ``save`` and ``load`` pass it as the keyword argument ``context`` to ``set_up_storage_writer`` and
 ``set_up_storage_reader`` of every storage that takes keyword arguments. A storage keeps it until its next
-set-up. It does not pickle: a storage that is sent to another process leaves it behind.
+set-up. It does not pickle. Only the writer process of ``async_save`` is sent writers that hold one, and puts
+its own in the place.
 """
 
 from collections.abc import Callable

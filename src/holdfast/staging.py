@@ -1,6 +1,6 @@
-"""Stagers, under torch's names: what copies a state so that training goes on while the copy is saved.
+"""Stagers, under torch's names: they copy a state, so that training can go on while the copy is saved.
 
-The copying itself is ``holdfast._staging``.
+``holdfast._staging`` does the copying.
 """
 
 import threading
@@ -10,10 +10,10 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from holdfast._staging.arenas import WhenBusy
+from holdfast._staging.buffer_pool import WhenBusy
 from holdfast._staging.stage import Staging
 from holdfast._staging.staged import StagedState
-from holdfast._staging.structure import leaves_of
+from holdfast._staging.state_tree import leaves_of
 from holdfast.errors import PlanError
 
 __all__ = ["AsyncStager", "BlockingAsyncStager", "DefaultStager", "StagingOptions"]
@@ -23,44 +23,44 @@ State: TypeAlias = dict[str, Any]
 
 @runtime_checkable
 class AsyncStager(Protocol):
-    """What ``async_save`` asks for the copy of a state. Called on every rank, by the thread that saves.
+    """Makes the copy of a state for ``async_save``, which calls it on every rank, in the calling thread.
 
-    The order of calls: ``stage``; then the save of what it returned begins in the background; then
-    ``synchronize_staging``, if ``should_synchronize_after_execute``; ``close`` when no more saves come.
+    The order of calls: ``stage``; then the background save of the returned state begins; then
+    ``synchronize_staging``, if ``should_synchronize_after_execute`` is True; ``close`` after the last save.
 
-    A stager promises that what it returns does not change when the trainer goes on: at once if it returns a
-    state, and from the completion of the future if it returns one. Subclasses may set
+    The copy must not change when training goes on. If ``stage`` returns a state, this holds from its return
+    on; if it returns a future, from the completion of the future on. Subclasses may set
     ``_synchronize_after_execute``.
     """
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """Whether ``async_save`` waits by ``synchronize_staging`` before it returns."""
+        """Whether ``async_save`` calls ``synchronize_staging`` before it returns."""
         return bool(getattr(self, "_synchronize_after_execute", True))
 
     def stage(self, state_dict: State) -> Future[State] | State:
-        """A copy of the state that does not change any more, or a future of it."""
+        """Copy the state; returns the copy, or a future of it."""
         raise NotImplementedError(f"{type(self).__name__} must say how a state is staged: implement stage()")
 
     def synchronize_staging(self) -> None:
-        """Return when the last ``stage`` is complete, so that the original may change."""
+        """Wait until the last ``stage`` is complete, so that the original may change."""
         return None  # noqa: RET501 - without it a type checker takes the method for abstract
 
     def close(self) -> None:
-        """Let go of everything that the stager holds. No call comes after it."""
+        """Free everything that the stager holds. No other call may follow."""
         return None  # noqa: RET501 - as above
 
 
 @dataclass
 class StagingOptions:
-    """How a DefaultStager stages. An option that needs a device has no effect where there is none.
+    """How a DefaultStager stages. Options for a device have no effect on a machine without one.
 
     Attributes:
-        use_pinned_memory: Stage into memory that a CUDA device copies into by itself.
-        use_shared_memory: Stage into memory that another process can map: what saving in a process needs.
-        use_async_staging: ``stage`` returns a future. Values on the host have been copied by then; only
-            copies from a device go on.
-        use_non_blocking_copy: Let copies from a device go on while ``stage`` returns its future.
+        use_pinned_memory: Stage into pinned memory, which a CUDA device copies into directly.
+        use_shared_memory: Stage into memory that another process can map. Saving in a process needs it.
+        use_async_staging: ``stage`` returns a future. Values on the host are already copied when it returns;
+            only copies from a device go on.
+        use_non_blocking_copy: Let copies from a device go on after ``stage`` has returned its future.
     """
 
     use_pinned_memory: bool = True
@@ -70,16 +70,16 @@ class StagingOptions:
 
 
 class DefaultStager(AsyncStager):
-    """Stages into buffers that are taken once and used again, at the speed of memory.
+    """Copies states into buffers that are allocated once and reused, at the speed of memory.
 
-    A staged state stays as it is for as long as anybody holds a tensor of it: a later ``stage`` takes the
-    same buffers only if nobody does. Any thread may call it.
+    A staged state does not change as long as somebody holds a tensor of it: a later ``stage`` reuses the
+    buffers only if nobody does. Any thread may call it.
 
     Args:
-        config: What kind of memory, and whether ``stage`` returns a future.
-        compare: Compare each copy with its original after copying, and raise if that was changed meanwhile.
-            For debugging.
-        threads: How many copy at a time; as many as there are cores (8 at most) if None.
+        config: The kind of memory, and whether ``stage`` returns a future.
+        compare: After copying, compare each copy with its original and raise if the original was changed
+            meanwhile. For debugging.
+        threads: How many threads copy; by default one for each core, 8 at most.
     """
 
     def __init__(
@@ -100,16 +100,17 @@ class DefaultStager(AsyncStager):
         return self._config.use_async_staging
 
     def prepare(self, state_dict: State) -> None:
-        """Take the memory for such a state now, so that the first save need not."""
+        """Allocate the memory for such a state now, so that the first save does not have to."""
         self._staging.prepare(state_dict)
 
     def stage(self, state_dict: State, **_: Any) -> State | Future[State]:
-        """The copy of a state, or with ``use_async_staging`` a future of it, which raises what went wrong.
+        """Copy a state; returns the copy, or with ``use_async_staging`` a future of it.
 
         Raises:
-            PlanError: A value cannot be copied; it is named.
+            PlanError: A value cannot be copied; the error has its key. With ``use_async_staging`` the future
+                raises this, and the errors below.
             UsageError: The stager is closed.
-            MemoryError: The system has not that much memory.
+            MemoryError: There is not enough memory.
         """
         if not self.is_asynchronous:
             state: State = self._staged_dict(state_dict).state
@@ -118,7 +119,7 @@ class DefaultStager(AsyncStager):
         future.set_running_or_notify_cancel()
         try:
             staged = self._staged_dict(state_dict)
-        except Exception as error:  # noqa: BLE001 - whoever asks the future is told
+        except Exception as error:  # noqa: BLE001 - the future raises it
             future.set_exception(error)
         else:
             _complete(future, staged)
@@ -126,45 +127,45 @@ class DefaultStager(AsyncStager):
         return future
 
     def _staged_dict(self, state_dict: State) -> StagedState:
-        # Another buffer rather than waiting: only the caller could drop the tensors that it would wait for.
+        # It must not wait for a buffer: only the caller can drop the tensors that it would wait for.
         return self.stage_leased(state_dict, when_busy="another")
 
     def stage_leased(
         self, state_dict: State, *, when_busy: WhenBusy = "wait", timeout: float | None = None
     ) -> StagedState:
-        """The copy of a state with the lease of its memory, which lasts until ``release``.
+        """Copy a state and lease its buffer until ``release`` is called.
 
         Args:
             state_dict: What to copy.
-            when_busy: What to do while an earlier copy is in use: "wait" for it, "raise", or take "another"
+            when_busy: What to do while an earlier lease lasts: "wait" for its end, "raise", or take "another"
                 buffer.
-            timeout: The most to wait, in seconds.
+            timeout: How many seconds to wait at most.
 
         Raises:
-            TimeoutError: An earlier copy is still in use.
-            UsageError: The same, with ``when_busy="raise"``; or the stager is closed.
+            TimeoutError: An earlier lease still lasts.
+            UsageError: An earlier lease lasts and ``when_busy`` is "raise", or the stager is closed.
         """
         overlap = self._config.use_async_staging and self._config.use_non_blocking_copy
         return self._staging.stage(state_dict, when_busy=when_busy, timeout=timeout, wait=not overlap)
 
     def synchronize_staging(self) -> None:
-        """Return when the last ``stage`` is complete; raises what went wrong in it."""
+        """Wait until the last ``stage`` is complete; raises the error if it failed."""
         if self._last is not None:
             self._last.result()
 
     def close(self) -> None:
-        """Let go of the buffers; those of a staged state that is still held go with that. Twice is fine."""
+        """Free the buffers; a staged state that is still held keeps its own. May be called twice."""
         self._last = None
         self._staging.close()
 
 
 def _complete(future: Future[State], staged: StagedState) -> None:
-    """Fulfil the future when all values have arrived."""
+    """Complete the future when all values have arrived from their devices."""
 
     def arrive() -> None:
         try:
             staged.wait()
-        except Exception as error:  # noqa: BLE001 - whoever asks the future is told
+        except Exception as error:  # noqa: BLE001 - the future raises it
             future.set_exception(error)
         else:
             future.set_result(staged.state)
@@ -176,11 +177,11 @@ def _complete(future: Future[State], staged: StagedState) -> None:
 
 
 class BlockingAsyncStager(AsyncStager):
-    """Stages into the memory of the host before ``stage`` returns.
+    """Copies states into the memory of the host, completely, before ``stage`` returns.
 
     Args:
-        cache_staged_state_dict: Keep the buffers for the next ``stage``: faster, and takes the memory for as
-            long as the stager lives. A staged state that is still held is never overwritten.
+        cache_staged_state_dict: Keep the buffers for the next ``stage``. This is faster, and uses the memory
+            as long as the stager lives. A staged state that is still held is never overwritten.
         type_check: Refuse values other than tensors, numbers, strings, bytes, None and containers of them.
     """
 
@@ -192,14 +193,14 @@ class BlockingAsyncStager(AsyncStager):
         self._staging: Staging | None = None
 
     def stage(self, state_dict: State) -> State:
-        """The copy of a state.
+        """Copy a state.
 
         Raises:
-            PlanError: A value cannot be copied, or is refused by ``type_check``; it is named.
+            PlanError: A value cannot be copied, or ``type_check`` refuses it; the error has its key.
         """
         if self.type_check:
             _refuse_unusual_types(state_dict)
-        # The lazy attribute: subclasses that are storage writers may never call our __init__.
+        # Subclasses that are storage writers may never call our __init__.
         staging = getattr(self, "_staging", None) or Staging()
         staged = staging.stage(state_dict, when_busy="another")
         if self.cache_staged_state_dict:
@@ -210,10 +211,10 @@ class BlockingAsyncStager(AsyncStager):
         return state
 
     def synchronize_staging(self) -> None:
-        """Nothing: ``stage`` has waited."""
+        """Does nothing: ``stage`` has already waited."""
 
     def close(self) -> None:
-        """Let go of the buffers. Twice is fine."""
+        """Free the buffers. May be called twice."""
         staging: Staging | None = getattr(self, "_staging", None)
         if staging is not None:
             staging.close()

@@ -21,11 +21,11 @@ from holdfast._collector import paused_collector
 from holdfast._engine.adapt import adapt_save_planner, adapt_writer, stages_itself
 from holdfast._engine.save import run_save
 from holdfast._engine.stateful_objects import open_states
-from holdfast._helper import start_helper
 from holdfast._io.progress import Progress, ProgressTracker
 from holdfast._ranks.exchange import Exchange
 from holdfast._ranks.group_exchange import DEFAULT_PEER_TIMEOUT, open_exchange
 from holdfast._storage_choice import choose_writer, storage_may_come_second
+from holdfast._writer_process.client import start_writer_process
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import UsageError
 from holdfast.metadata import STATE_DICT_TYPE, Metadata
@@ -281,7 +281,7 @@ def async_save(
         scope.is_unsettled = True
         if in_process:
             # It takes seconds for the first time, in which the state is copied and planned.
-            start_helper(wait=False)
+            start_writer_process(wait=False)
 
         opened, _ = open_states(state_dict)
         writer = adapt_writer(choose_writer(storage_writer, checkpoint_id))

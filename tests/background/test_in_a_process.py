@@ -1,4 +1,4 @@
-"""Saves in the background by a process of their own: the same promises, and a helper that may be killed."""
+"""Saves in the background by a process of their own: the same promises, also when the process is killed."""
 
 import concurrent.futures
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import torch
 from tests.background.gated import HANG_GUARD, cancel_within_one_value, wait_until_it_writes
 
 import holdfast
-from holdfast._helper import kill_helper, stop_helper
+from holdfast._writer_process.client import kill_writer_process, stop_writer_process
 from holdfast.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from holdfast.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, SaveFuture, async_save
 
@@ -20,9 +20,9 @@ PROCESS = AsyncCheckpointerType.PROCESS
 
 
 @pytest.fixture(scope="module", autouse=True)
-def helper_is_stopped() -> Iterator[None]:
+def writer_process_is_stopped() -> Iterator[None]:
     yield
-    stop_helper()
+    stop_writer_process()
 
 
 def state(value: float) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def test_a_failure_of_the_storage_is_told_by_the_future(tmp_path: Path) -> None:
 
 
 class Waiting(holdfast.FileSystemWriter):
-    """Waits in the helper until it is cancelled or killed: it writes more than a disk takes in a second."""
+    """Asks for values in the writer process until it is cancelled or killed."""
 
     def write_data(self, plan: holdfast.SavePlan, planner: holdfast.SavePlanner) -> Any:
         (Path(self.path) / "reached").touch()
@@ -93,7 +93,7 @@ class Waiting(holdfast.FileSystemWriter):
         raise AssertionError("it was neither cancelled nor killed")
 
 
-def test_a_save_is_cancelled_while_the_helper_writes(tmp_path: Path) -> None:
+def test_a_save_is_cancelled_while_the_writer_process_writes(tmp_path: Path) -> None:
     holdfast.save(state(1), checkpoint_id=tmp_path / "c")
     future = saving(state(2), storage_writer=Waiting(tmp_path / "c"))
     wait_until_it_writes(tmp_path / "c", future)
@@ -107,11 +107,11 @@ def test_progress_is_seen_and_cancelling_works_within_one_value(tmp_path: Path) 
     cancel_within_one_value(saving, tmp_path)
 
 
-def test_a_killed_helper_fails_its_save_and_the_next_one_has_another(tmp_path: Path) -> None:
+def test_a_killed_writer_process_fails_its_save_and_the_next_one_has_another(tmp_path: Path) -> None:
     holdfast.save(state(1), checkpoint_id=tmp_path / "c")
     future = saving(state(2), storage_writer=Waiting(tmp_path / "c"))
     wait_until_it_writes(tmp_path / "c", future)
-    kill_helper()
+    kill_writer_process()
     with pytest.raises(holdfast.CheckpointError, match="SIGKILL"):
         future.result(HANG_GUARD)
     assert loaded(tmp_path / "c") == 1.0

@@ -295,13 +295,13 @@ def test_a_state_nested_too_deeply_is_refused() -> None:
 
 
 def test_a_failed_staging_does_not_keep_the_buffers() -> None:
-    stager = Staging(when_busy="raise")
+    stager = Staging()
     failures = []  # whose tracebacks hold all that the calls held
     for odd in (Uncopyable(), torch.ones(2, device="meta")):
         with pytest.raises(errors.PlanError) as caught:
-            stager.stage({"w": torch.ones(5), "odd": odd})
+            stager.stage({"w": torch.ones(5), "odd": odd}, when_busy="raise")
         failures.append(caught)
-    stager.stage({"w": torch.ones(5)}).release()
+    stager.stage({"w": torch.ones(5)}, when_busy="raise").release()
 
 
 # --- the debug mode

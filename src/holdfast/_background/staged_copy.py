@@ -8,9 +8,9 @@ from holdfast._background.running_save import IdentityKey, RunningSave
 from holdfast._background.save_future import SaveFuture
 from holdfast._engine.adapt import gives_leases
 from holdfast._engine.ports import WriterPort
-from holdfast._helper import remote_writer
 from holdfast._staging.stage import Staging
 from holdfast._staging.staged import StagedState
+from holdfast._writer_process.process_writer import ProcessWriter
 
 __all__ = ["CopySource", "StateCopy", "stager_keys", "take_copy"]
 
@@ -131,7 +131,7 @@ class CopySource:
         if not self._in_process:
             return state, self._writer
         staged = self._copy.wait_shared()
-        writer = remote_writer(self._writer, staged)
+        writer = ProcessWriter(self._writer, staged)
         self._running.writes_elsewhere(writer)
         return staged.state, writer
 

@@ -1,1 +1,1 @@
-"""The copy of a state that a background save writes from."""
+"""Staging: the copy of a state that a background save writes from, and the buffers that it lies in."""

@@ -1,19 +1,21 @@
-"""Writers, planners and saves that the tests of the helper hand over; importable in the helper too."""
+"""Writers, planners and saves of the tests of the writer process, which imports this module too."""
 
 import logging
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.futures import Future
 
+from holdfast._engine.adapt import adapt_save_planner, adapt_writer
 from holdfast._engine.save import run_save
-from holdfast._helper import RemoteWriter, remote_writer
 from holdfast._ranks.exchange import Alone
 from holdfast._staging.stage import Staging
 from holdfast._staging.staged import StagedState
+from holdfast._writer_process.process_writer import ProcessWriter
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.filesystem import FileSystemWriter
 from holdfast.metadata import Metadata, MetadataIndex
@@ -27,13 +29,13 @@ def staged(state: dict[str, Any]) -> StagedState:
     return Staging(shared_memory=True).stage(state)
 
 
-def save_remotely(
+def save_in_process(
     state: dict[str, Any], writer: StorageWriter, planner: SavePlanner | None = None
-) -> RemoteWriter:
+) -> ProcessWriter:
     with staged(state) as copy:
-        remote = remote_writer(writer, copy)
-        run_save(copy.state, planner or DefaultSavePlanner(), remote, Alone())
-    return remote
+        made = ProcessWriter(adapt_writer(writer), copy)
+        run_save(copy.state, adapt_save_planner(planner or DefaultSavePlanner()), made, Alone())
+    return made
 
 
 class Background:
@@ -41,7 +43,7 @@ class Background:
 
     def __init__(self, state: dict[str, Any], writer: StorageWriter, planner: SavePlanner) -> None:
         self.copy = staged(state)
-        self.remote = remote_writer(writer, self.copy)
+        self.writer = ProcessWriter(adapt_writer(writer), self.copy)
         self.error: BaseException | None = None
         self._planner = planner
         self._thread = threading.Thread(target=self._run)
@@ -49,7 +51,7 @@ class Background:
 
     def _run(self) -> None:
         try:
-            run_save(self.copy.state, self._planner, self.remote, Alone())
+            run_save(self.copy.state, adapt_save_planner(self._planner), self.writer, Alone())
         except BaseException as error:
             self.error = error
 
@@ -60,7 +62,7 @@ class Background:
 
 
 class Gate:
-    """Where the helper waits for the test: two pipes with names."""
+    """Where the writer process waits for the test: two named pipes."""
 
     def __init__(self, folder: Path) -> None:
         self.reached, self.opened = str(folder / "reached"), str(folder / "opened")
@@ -68,14 +70,14 @@ class Gate:
         os.mkfifo(self.opened)
 
     def wait_here(self) -> None:
-        """Called in the helper."""
+        """Called in the writer process."""
         with open(self.reached, "w") as pipe:
             pipe.write(str(os.getpid()))
         with open(self.opened) as pipe:
             pipe.read()
 
     def pid_of_who_waits(self) -> int:
-        """Called in the test; returns when the helper has come to the gate."""
+        """Called in the test; returns when the writer process waits."""
         with open(self.reached) as pipe:
             return int(pipe.read())
 
@@ -159,6 +161,76 @@ class ToldWriter(StorageWriter):
         return True
 
 
+class Counter:
+    """Counts how often this very object was pickled."""
+
+    def __init__(self) -> None:
+        self.pickled = 0
+        self.seen = 0
+
+    def __reduce__(self) -> Any:
+        self.pickled += 1
+        return Counter, ()
+
+
+class NotingWriter(ToldWriter):
+    """Notes in many ways what it has written; what it cannot send back is an attribute, or its result."""
+
+    def __init__(self, told: str = "note", private: tuple[str, ...] = ()) -> None:
+        super().__init__(told)
+        self.private = private
+        self.numbers = [1]
+        self.by_key: dict[str, list[int]] = {"a": []}
+        self.counter = SimpleNamespace(seen=0)
+        self.alias = self.numbers
+        self.unchanged = Counter()
+        self.committed: dict[str, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in self.private}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
+        self.numbers.append(2)
+        self.by_key["a"].append(3)
+        self.counter.seen += 4
+        if self.told == "attribute":
+            self.lock = threading.Lock()
+        done: Any = super().write_data(plan, planner)
+        self.seen = ["new"]
+        if self.told != "result":
+            return done  # type: ignore[no-any-return]
+        unsendable: Any = Future()
+        unsendable.wait = lambda: [threading.Lock()]
+        return unsendable  # type: ignore[no-any-return]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self.committed = {
+            "set": self.seen,
+            "list": self.numbers,
+            "dict": self.by_key,
+            "object": self.counter.seen,
+            "again": self.alias is self.numbers,
+        }
+
+
+class ReportingWriter(ToldWriter):
+    """Reports three quarters of 4 MiB to the context of its save, waits at a gate, and reports the rest."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__("report")
+        self.pipes = gate
+        self.context: Any = None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self.context = kwargs.get("context")
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
+        self.context.progress.advance(3 * MIB)
+        self.pipes.wait_here()
+        self.context.progress.advance(MIB)
+        raise AssertionError("it was not cancelled")
+
+
 class LockedWriter(FileSystemWriter):
     """Cannot be pickled."""
 
@@ -167,22 +239,10 @@ class LockedWriter(FileSystemWriter):
         self.lock = threading.Lock()
 
 
-def die_beside_a_blocked_helper(folder: str) -> None:
-    """Run as a program: prints the helper's id while that is in the middle of a write, then is killed."""
+def die_beside_a_blocked_writer_process(folder: str) -> None:
+    """Run as a program: prints the id of the writer process while that writes, then is killed."""
     gate = Gate(Path(folder))
     state = {"first": torch.zeros(20 * MIB), "last": torch.zeros(4)}
     Background(state, FileSystemWriter(Path(folder) / "checkpoint"), GatedPlanner(gate))
     print(gate.pid_of_who_waits(), flush=True)  # noqa: T201
     threading.Event().wait()
-
-
-class PlacedWriter(FileSystemWriter):
-    """Notes on which CPUs it may run, before each write and in it."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        self.cpus: list[set[int]] = []
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
-        self.cpus = [os.sched_getaffinity(os.getpid()), os.sched_getaffinity(0)]
-        return super().write_data(plan, planner)

@@ -1,4 +1,4 @@
-"""Owns the nested part of a state: finds its tensors, and makes the copy of everything around them."""
+"""Walks a nested state: finds its tensors, and copies everything around them."""
 
 import copy
 from collections import OrderedDict
@@ -13,7 +13,7 @@ from holdfast.errors import PlanError, UsageError
 __all__ = ["Memo", "copy_around", "find_tensors", "key_of", "leaves_of"]
 
 Memo: TypeAlias = dict[int, Any]
-"""By the identity of an original: its copy. What ``copy.deepcopy`` understands."""
+"""Maps the identity of an original to its copy, as the memo of ``copy.deepcopy`` does."""
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 if hasattr(torch.nn, "Buffer"):
@@ -26,10 +26,10 @@ _IMMUTABLE = {
 
 
 def find_tensors(state: Any) -> dict[int, torch.Tensor]:
-    """Every tensor that is staged as memory, once, by its identity, in the order of the state.
+    """Find each tensor that is staged as memory, once, by its identity, in the order of the state.
 
-    Tensors inside of objects, sparse and quantized ones and classes that we do not know are not among them:
-    they are objects.
+    Tensors inside objects, sparse and quantized tensors, and unknown tensor classes are left out: they are
+    copied as objects.
     """
     found: dict[int, torch.Tensor] = {}
     try:
@@ -53,12 +53,13 @@ def _find(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None:
 
 
 def copy_around(state: Any, memo: Memo) -> Any:
-    """A copy of the state: of its containers and objects, with the tensors that ``memo`` has instead.
+    """Copy the containers and objects of a state, and put the tensors of ``memo`` into the copy.
 
-    What cannot change is shared. What stands in two places of the state stands in two places of the copy.
+    Immutable values are shared with the original. An object that is in two places of the state is copied
+    once, and is in the same two places of the copy.
 
     Raises:
-        PlanError: A value cannot be copied; it is named.
+        PlanError: A value cannot be copied; the error has its key.
     """
     try:
         return _copied(state, memo, state)
@@ -90,7 +91,7 @@ def _copied(value: Any, memo: Memo, state: Any) -> Any:
 
 def _copied_object(value: Any, memo: Memo, state: Any) -> Any:
     try:
-        # A tensor that is the result of an operation refuses to be copied unless it forgets that.
+        # deepcopy refuses a tensor that is the result of an operation, unless it is detached.
         return copy.deepcopy(value.detach() if isinstance(value, torch.Tensor) else value, memo)
     except RecursionError:
         raise
@@ -104,7 +105,7 @@ def _copied_object(value: Any, memo: Memo, state: Any) -> Any:
 
 
 def leaves_of(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """The values that are not containers, each with its flat key."""
+    """All values that are not containers, each with its flat key."""
     if isinstance(state, torch.Tensor) or not isinstance(state, Mapping | list | tuple):
         yield ".".join(str(step) for step in path), state
         return
@@ -113,7 +114,7 @@ def leaves_of(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any
 
 
 def key_of(state: Any, wanted: Any) -> str:
-    """The flat key of the first place in a state where this very value stands."""
+    """The flat key of the first place where a state has this very object, "?" if there is none."""
     try:
         return next((key for key, value in leaves_of(state) if value is wanted), "?")
     except RecursionError:

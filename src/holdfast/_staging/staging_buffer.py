@@ -1,62 +1,58 @@
-"""Owns one piece of memory that staged tensors lie in: its pages, and who may still look at them."""
+"""One staging buffer: host memory that copies of tensors are put into, and that is reused."""
 
 import contextlib
 import ctypes
-import itertools
 import mmap
 import os
-import tempfile
 import weakref
 from typing import Any
 
 import torch
 
-from holdfast._staging.copying import touch
+from holdfast._staging.anonymous_file import make_anonymous_file
+from holdfast._staging.staging_copy import touch
 
-__all__ = ["Arena"]
+__all__ = ["StagingBuffer"]
 
 _LARGE_PAGE = 2 << 20
-_numbers = itertools.count()
 
 
-class Arena:
-    """Memory that is taken from the system once and then lent again and again.
+class StagingBuffer:
+    """Memory that is taken from the system once and then used for one staged state after the other.
 
-    It is mapped as shared in any case: of private memory a fork would make copies, page by page, in the
-    middle of the next staging.
+    It is always mapped as shared memory. With private memory, a fork would make the next staging copy page
+    after page.
 
     Args:
-        shared: Back it by a file without a name, whose descriptor another process can map. Nothing of it is
-            left when the last process that has it ends, however that ends.
-        pinned: Register it with CUDA, so that devices copy into it by themselves.
+        shared: Back the buffer by a file without a name, whose descriptor another process can map.
+        pinned: Register the buffer with CUDA, so that devices copy into it directly.
         threads: How many threads take its pages.
 
     Attributes:
-        identity: Names it among all arenas of this machine.
-        nbytes: Its size.
-        fd: The descriptor, if it is shared.
+        owner_pid: The process that made the buffer.
+        nbytes: Its size; 0 until ``grow`` is called.
+        fd: The descriptor of the file, if the buffer is shared.
     """
 
     def __init__(self, *, shared: bool, pinned: bool, threads: int) -> None:
         self.owner_pid = os.getpid()
-        self.identity = f"{self.owner_pid}-{next(_numbers)}"
         self.nbytes = 0
-        self.fd = _nameless_file() if shared else None
+        self.fd = make_anonymous_file("staging") if shared else None
         self._pinned = pinned
         self._threads = threads
         self._map: mmap.mmap | None = None
         self._close_fd = weakref.finalize(self, os.close, self.fd) if self.fd is not None else None
 
     def grow(self, nbytes: int) -> None:
-        """Make it at least so large, with all of its pages there. Nobody may look at it meanwhile.
+        """Make the buffer at least ``nbytes`` large and take all of its pages. Nobody may be using it.
 
         Raises:
-            MemoryError: The system has not that much. The arena is empty then.
+            MemoryError: There is not enough memory. The buffer is empty then.
         """
         if nbytes <= self.nbytes and self._map is not None:
             return
         unit = _LARGE_PAGE if nbytes >= _LARGE_PAGE else mmap.PAGESIZE
-        # What lies between tensors differs from state to state: 1 in 64 more, and the next one fits too.
+        # The gaps between tensors differ from state to state. With 1/64 more, the next state fits too.
         capacity = max(unit, -(-(nbytes + nbytes // 64) // unit) * unit)
         self._map, self.nbytes = None, 0
         try:
@@ -72,36 +68,27 @@ class Arena:
             _pin(self._map, capacity)
 
     def _mapped(self, capacity: int) -> mmap.mmap:
-        if self.fd is None:
-            made = mmap.mmap(-1, capacity)
-        else:
+        if self.fd is not None:
             os.ftruncate(self.fd, capacity)
-            made = mmap.mmap(self.fd, capacity)
+        made = mmap.mmap(-1 if self.fd is None else self.fd, capacity)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            # Heeded where /sys/kernel/mm/transparent_hugepage/shmem_enabled is "advise".
+            # Has an effect where /sys/kernel/mm/transparent_hugepage/shmem_enabled is "advise".
             with contextlib.suppress(OSError):
                 made.madvise(mmap.MADV_HUGEPAGE)
         return made
 
     def lend(self) -> tuple[torch.Tensor, Any]:
-        """All of it as a tensor of bytes, and an object that lives as long as any tensor made of that one."""
+        """The whole buffer as a tensor of bytes, and an object that lives as long as any view of it."""
         assert self._map is not None
         hold = (ctypes.c_ubyte * self.nbytes).from_buffer(self._map)
         return torch.frombuffer(hold, dtype=torch.uint8), hold
 
     def close(self) -> None:
-        """Let go of the memory; it returns to the system when the last tensor in it does."""
+        """Give the memory up. The system gets it back when the last tensor in it is gone."""
         self._map, self.nbytes = None, 0
         if self._close_fd is not None:
             self._close_fd()
             self.fd = None
-
-
-def _nameless_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("holdfast-staging", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile(prefix="holdfast-staging-") as file:
-        return os.dup(file.fileno())
 
 
 def _address_of(mapping: mmap.mmap) -> int:
@@ -109,10 +96,10 @@ def _address_of(mapping: mmap.mmap) -> int:
 
 
 def _pin(mapping: mmap.mmap, nbytes: int) -> None:
-    """Register with CUDA until the mapping is gone. Never run by the tests: they have no device."""
+    """Register the mapping with CUDA until it is gone. Our tests never run this: they have no device."""
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = _address_of(mapping)
     torch.cuda.check_error(int(runtime.cudaHostRegister(address, nbytes, 0)))
     unpin = weakref.finalize(mapping, runtime.cudaHostUnregister, address)
-    # At exit the driver may be gone before us, and it takes its registrations along.
+    # At exit the driver may be gone already, and its registrations with it.
     unpin.atexit = False

@@ -1,4 +1,4 @@
-"""Owns copies of memory within the host: as fast as the machine can, on a few threads."""
+"""Copies memory to memory on the host, on a few threads, as fast as the machine can."""
 
 import ctypes
 import errno
@@ -11,33 +11,33 @@ from holdfast._io import pool
 __all__ = ["copy_spans", "default_threads", "differs", "touch"]
 
 _PIECE_NBYTES = 128 << 20
-"""How much one call copies at most. The C library writes past the cache only in calls above a threshold of
-its own, which was 99 MiB where 2 GiB took 0.20 s in such calls and 0.32 s in calls of 32 MiB."""
+"""The most that one call copies. The C library bypasses the cache only in calls above a threshold of its own:
+99 MiB on a machine where 2 GiB took 0.20 s in such calls, and 0.32 s in calls of 32 MiB."""
 
 _ALONE_NBYTES = 1 << 20
-"""Spans below this are copied by the caller: threads in calls of microseconds fight over Python's lock."""
+"""The calling thread copies smaller spans: threads that make calls of microseconds compete for the GIL."""
 
 _MOST_THREADS = 8
 
 _MADV_POPULATE_WRITE = 23
-# Python's mmap module has no name for it before 3.13, and its madvise holds Python's lock meanwhile.
+# Python's mmap module has no name for it before 3.13, and its madvise holds the GIL meanwhile.
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 Span = tuple[int, int, int]
-"""From an address, to an offset of the destination, so many bytes."""
+"""A source address, an offset in the destination, and a number of bytes."""
 
 
 def default_threads() -> int:
-    """As many as this process may use cores; memory is saturated by a few."""
+    """The number of cores that this process may use, 8 at most: a few threads saturate the memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(_MOST_THREADS, cores)
 
 
 def copy_spans(spans: Sequence[Span], destination: int, *, threads: int) -> None:
-    """Copy each span to its place after the address ``destination``. Nothing is checked."""
+    """Copy each span to its offset from the address ``destination``. The addresses are not checked."""
     large = [span for span in spans if span[2] >= _ALONE_NBYTES]
     move = ctypes.memmove
     if len(large) < len(spans):
@@ -55,10 +55,10 @@ def copy_spans(spans: Sequence[Span], destination: int, *, threads: int) -> None
 
 
 def touch(address: int, nbytes: int, *, threads: int) -> None:
-    """Have the system give all pages of a fresh, zeroed mapping now, and not one by one in the first copy.
+    """Take all pages of a new, zeroed mapping now, so that the first copy does not take them one by one.
 
     Raises:
-        MemoryError: It has not that much.
+        MemoryError: There is not enough memory.
     """
     step = max(2 << 20, -(-nbytes // threads) + 4095 & ~4095)
     jobs = [partial(_populate, address + at, min(step, nbytes - at)) for at in range(0, nbytes, step)]
@@ -72,9 +72,9 @@ def _populate(address: int, nbytes: int) -> None:
             ctypes.memset(address, 0, nbytes)
             return
         if number not in (errno.EINTR, errno.EAGAIN):
-            raise MemoryError(f"the system does not give {nbytes} bytes: {os.strerror(number)}")
+            raise MemoryError(f"the system has no {nbytes} bytes left: {os.strerror(number)}")
 
 
 def differs(one: int, other: int, nbytes: int) -> bool:
-    """Whether two places of memory hold different bytes."""
+    """Whether the ``nbytes`` bytes at two addresses differ."""
     return bool(_libc.memcmp(one, other, nbytes) != 0)

@@ -1,10 +1,10 @@
-"""Owns where each tensor of a state lies in the arena.
+"""Decides where each tensor of a state goes in the staging buffer.
 
-Tensors whose memory is dense are copied as they lie, strides and all, so that the copy is a copy of memory.
-Those that lie next to each other at home lie next to each other in the arena, with what is between them, and
-are copied in one go: 20,000 small tensors become a handful of copies, and tensors that share memory share it
-in the arena too. All others (with holes, expanded, on a device, conjugated only by a flag) are written out in
-row-major order, each for itself.
+A tensor whose memory is dense keeps its strides, so that one copy of memory copies it. Tensors that are
+neighbours in memory stay neighbours in the buffer and are copied together, gaps included: 20,000 small
+tensors become a handful of copies, and tensors that share memory share it in the buffer too. All other
+tensors (with holes, expanded, on a device, conjugated only by a flag) are copied one by one, in row-major
+order.
 """
 
 import itertools
@@ -14,37 +14,37 @@ from typing import TypeAlias
 
 import torch
 
-from holdfast._staging.copying import Span
+from holdfast._staging.staging_copy import Span
 
-__all__ = ["Fact", "Layout", "Place", "fact_of", "lay_out", "place_in"]
+__all__ = ["BufferLayout", "Fact", "Place", "fact_of", "lay_out", "place_in"]
 
 Fact: TypeAlias = tuple[int, torch.dtype, torch.Size, tuple[int, ...], bool]
-"""Of a tensor: address, dtype, shape, strides, and whether its elements are its memory on this host. Equal
-facts are laid out equally."""
+"""Of a tensor: address, dtype, shape, strides, and whether its memory on the host holds its values as they
+are. Equal facts give equal layouts."""
 
 Place: TypeAlias = tuple[int, torch.dtype, Sequence[int], Sequence[int]]
-"""Of a staged tensor: offset in the arena in bytes, dtype, shape, strides."""
+"""Of a staged tensor: offset in the buffer in bytes, dtype, shape, strides."""
 
 _ALIGNMENT = 64
-"""What the tensors keep of their address: as torch's own allocator has it."""
+"""Addresses keep their remainder by this number, which is the alignment of torch's allocator."""
 
 _PAGE = 4096
 """No system has smaller pages."""
 
 _SMALL_GAP = 512
-"""What lies between small tensors that were allocated one after the other: 64 to 448 bytes."""
+"""More than the gap between small tensors that were allocated one after the other: 64 to 448 bytes."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where everything goes.
+class BufferLayout:
+    """Where each tensor of a state goes.
 
     Attributes:
-        facts: What it was made from.
-        places: Of each tensor.
-        spans: Memory to be copied.
-        written_out: The numbers of those that are not part of a span, and copied by their elements.
-        nbytes: The size of the arena that it takes.
+        facts: Of each tensor, what the layout was made from.
+        places: Of each tensor, its place in the buffer.
+        spans: The copies of memory to make.
+        written_out: The numbers of the tensors that no span covers; they are copied element by element.
+        nbytes: The size of the buffer that is needed.
     """
 
     facts: list[Fact]
@@ -55,12 +55,12 @@ class Layout:
 
 
 def fact_of(tensor: torch.Tensor) -> Fact:
-    """What a tensor's place depends on."""
+    """Everything that the layout depends on, of one tensor."""
     as_memory = tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg()
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), as_memory
 
 
-def lay_out(facts: list[Fact]) -> Layout:
+def lay_out(facts: list[Fact]) -> BufferLayout:
     """Give every tensor its place."""
     extents: list[tuple[int, int, int]] = []
     written_out: list[int] = []
@@ -80,11 +80,11 @@ def lay_out(facts: list[Fact]) -> Layout:
         (offsets[number], dtype, shape, _row_major(shape) if number in rows else strides)
         for number, (_, dtype, shape, strides, _) in enumerate(facts)
     ]
-    return Layout(facts, places, spans, written_out, end)
+    return BufferLayout(facts, places, spans, written_out, end)
 
 
 def _merge(extents: list[tuple[int, int, int]], offsets: list[int]) -> tuple[list[Span], int]:
-    """Join neighbours into spans, note each tensor's offset, and say where the last one ends."""
+    """Join neighbours into spans and set each tensor's offset; returns the spans and the end of the last."""
     spans: list[Span] = []
     start = stop = cursor = offset = 0
     for address, nbytes, number in sorted(extents):
@@ -104,10 +104,10 @@ def _merge(extents: list[tuple[int, int, int]], offsets: list[int]) -> tuple[lis
 
 
 def _are_neighbours(stop: int, address: int, nbytes: int) -> bool:
-    """Whether what begins at ``address`` may be copied in one go with what ends at ``stop``.
+    """Whether the tensor at ``address`` may be copied together with the memory that ends at ``stop``.
 
-    Reading what is between them is safe: each of its bytes is on a page that has a byte of one of the two,
-    and so can be read. It must be little besides them.
+    The gap between them must be small, and safe to read: each byte of it is on the same page as a byte of one
+    of the two.
     """
     gap = address - stop
     return gap <= max(_SMALL_GAP, nbytes // 8) and address // _PAGE - (stop - 1) // _PAGE <= 1
@@ -118,7 +118,7 @@ def _aligned(offset: int) -> int:
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements are all of the memory from the first to the last of them, each once."""
+    """Whether the elements fill the memory from the first to the last of them, without gap or overlap."""
     expected = 1
     if 0 in shape:
         return True
@@ -136,7 +136,7 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def place_in(base: torch.Tensor, places: Sequence[Place]) -> list[torch.Tensor]:
-    """The tensors at these places of an arena, given as a tensor of bytes."""
+    """The tensors at these places of a buffer, which is given as a tensor of bytes."""
     typed: dict[torch.dtype, torch.Tensor] = {}
     made = []
     for offset, dtype, shape, strides in places:
