@@ -9,7 +9,7 @@ from benchmarks.planning_fleet import Fleet
 from benchmarks.planning_stages import SAMPLED_RANKS, Stages
 from holdfast import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from holdfast._collector import paused_collector
-from holdfast._plan.write_lines import columns_of
+from holdfast._plan.write_columns import columns_of
 from holdfast._storage.results import Notes, Results
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, SavePlan, SavePlanner

@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
+from holdfast._plan.global_plan import find_problems
 from holdfast._plan.load_planner import (
     DefaultLoadPlanner,
     EmptyStateDictLoadPlanner,
     create_default_global_load_plan,
     create_default_local_load_plan,
 )
-from holdfast._plan.merge import find_problems
 from holdfast._plan.save_planner import (
     DefaultSavePlanner,
     create_default_global_save_plan,

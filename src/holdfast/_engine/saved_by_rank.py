@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from holdfast._plan.structure import true_key
+from holdfast._plan.flatten import true_key
 from holdfast.metadata import Metadata
 from holdfast.per_rank import PerRank, rank_key
 

@@ -16,8 +16,8 @@ import torch
 
 from holdfast._io.store import Claim
 from holdfast._objects import StoredObject
-from holdfast._plan.own_values import HasOwnValues, own_values
-from holdfast._plan.write_lines import BYTE_IO, SHARD, TENSOR, columns_of, is_open
+from holdfast._plan.planner_values import HasOwnValues, own_values
+from holdfast._plan.write_columns import BYTE_IO, SHARD, TENSOR, columns_of, is_open
 from holdfast._staging.layout import Place, place_in
 from holdfast._tensors.chunks import is_sharded, is_tensor
 from holdfast.errors import CheckpointError, UsageError

@@ -12,7 +12,7 @@ from holdfast._helper.frames import DONE, Frame
 from holdfast._helper.keeper import ready_helper
 from holdfast._helper.parcel import pack, refuse_unportable
 from holdfast._helper.slate import Slot
-from holdfast._plan.write_lines import columns_of
+from holdfast._plan.write_columns import columns_of
 from holdfast._staging.staged import StagedState
 from holdfast.errors import RemoteError, UsageError
 from holdfast.metadata import Metadata

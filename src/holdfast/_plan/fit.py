@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from holdfast._format.description import OBJECT
-from holdfast._plan.entries import description_of, directory_of, dtypes_of
-from holdfast._plan.filling import fill_tensor, is_one_whole_chunk
-from holdfast._plan.read_lines import ReadColumns
-from holdfast._plan.report import Report
+from holdfast._plan.fit_report import FitReport
+from holdfast._plan.metadata_entries import description_of, directory_of, dtypes_of
+from holdfast._plan.read_columns import ReadColumns
+from holdfast._plan.reshard import fill_tensor, is_one_whole_chunk
 from holdfast._tensors.chunks import dtype_of, global_shape, is_tensor, local_parts, refuse_undescribable
 from holdfast.errors import PlanError
 from holdfast.metadata import Metadata
@@ -41,7 +41,7 @@ def plan_load(state: dict[str, Any], metadata: Metadata, fit: Fit) -> ReadColumn
     """
     directory, dtypes = directory_of(metadata), dtypes_of(metadata)
     columns = ReadColumns(directory)
-    report, narrowed, sharded = Report(), list[str](), list[tuple[str, int]]()
+    report, narrowed, sharded = FitReport(), list[str](), list[tuple[str, int]]()
     numbers, kinds, strided = directory.numbers, directory.kinds, torch.strided
     shape_at, shapes, row = directory.shape_at, directory.shapes, directory.row
     properties, size = directory.properties, torch.Size
@@ -98,7 +98,7 @@ def _check_tensor(
     dtype: torch.dtype,
     value: Any,
     cast: bool | None,
-    report: Report,
+    report: FitReport,
     narrowed: list[str],
 ) -> None:
     if not is_tensor(value):
@@ -144,7 +144,7 @@ def _kind(dtype: torch.dtype) -> str:
     return "bool" if dtype == torch.bool else "int"
 
 
-def _check_unexpected(state: dict[str, Any], metadata: Metadata, fit: Fit, report: Report) -> None:
+def _check_unexpected(state: dict[str, Any], metadata: Metadata, fit: Fit, report: FitReport) -> None:
     if fit.refuse_unexpected is False:
         return
     if (

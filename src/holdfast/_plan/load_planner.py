@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from holdfast._known_methods import known_to_engine
 from holdfast._objects import decode_object
-from holdfast._plan.entries import directory_of
 from holdfast._plan.fit import Fit, plan_load
-from holdfast._plan.own_values import HasOwnValues
-from holdfast._plan.read_lines import ReadLines, keys_of
-from holdfast._plan.structure import Container, Path, Slot, flatten, unflatten
+from holdfast._plan.flatten import Container, Path, Slot, flatten, unflatten
+from holdfast._plan.metadata_entries import directory_of
+from holdfast._plan.planner_values import HasOwnValues
+from holdfast._plan.read_columns import ReadItems, keys_of
+from holdfast._known_methods import known_to_engine
 from holdfast._tensors.chunks import find_chunk, is_any_tensor, is_without_memory, local_parts, with_memory
 from holdfast.errors import MetadataFormatError, UsageError
 from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, TensorStorageMetadata
@@ -280,7 +280,7 @@ def create_default_local_load_plan(
         PlanError: Something does not fit; the error lists everything that does not.
     """
     fit = Fit(allow_missing=not strict, refuse_unexpected=refuse_unexpected, cast=cast)
-    return LoadPlan(ReadLines(plan_load(state_dict, metadata, fit)))
+    return LoadPlan(ReadItems(plan_load(state_dict, metadata, fit)))
 
 
 def create_default_global_load_plan(all_plans: list[LoadPlan]) -> list[LoadPlan]:

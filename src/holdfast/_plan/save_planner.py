@@ -10,12 +10,12 @@ import torch
 
 from holdfast._objects import encode_object
 from holdfast._objects.fingerprint import fingerprint
-from holdfast._plan.cache import PlanCache
-from holdfast._plan.merge import describe, find_problems, merge
-from holdfast._plan.offering import Offering
-from holdfast._plan.own_values import HasOwnValues, finds_values_itself
-from holdfast._plan.structure import Structure, flatten
-from holdfast._plan.write_lines import WriteLines
+from holdfast._plan.flatten import Structure, flatten
+from holdfast._plan.global_plan import describe, find_problems, merge
+from holdfast._plan.local_plan import Offering
+from holdfast._plan.plan_cache import PlanCache
+from holdfast._plan.planner_values import HasOwnValues, finds_values_itself
+from holdfast._plan.write_columns import WriteItems
 from holdfast._tensors.chunks import (
     find_box,
     find_chunk,
@@ -24,8 +24,8 @@ from holdfast._tensors.chunks import (
     is_tensor,
     local_chunks,
 )
-from holdfast._tensors.fingerprint import fingerprint_tensor
-from holdfast._tensors.replicas import ReplicaRanks, named_chunks
+from holdfast._tensors.mesh_replicas import ReplicaRanks, named_chunks
+from holdfast._tensors.tensor_fingerprint import fingerprint_tensor
 from holdfast.errors import InvalidPlanError
 from holdfast.metadata import (
     STATE_DICT_TYPE,
@@ -215,7 +215,7 @@ def create_default_local_save_plan(state_dict: dict[str, Any], is_coordinator: b
     """
     offering = Offering()
     offering.add_all(state_dict)
-    return SavePlan(WriteLines(offering.columns))
+    return SavePlan(WriteItems(offering.columns))
 
 
 def create_default_global_save_plan(

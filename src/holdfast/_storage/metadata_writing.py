@@ -12,8 +12,8 @@ from holdfast._format.manifest import Manifest, encode
 from holdfast._format.paths import encode_containers, encode_paths
 from holdfast._format.torch_pickle_writer import write_torch_metadata
 from holdfast._io.blocks import BLOCK_SIZE
-from holdfast._plan.entries import boxes_column, column_of, description_of, directory_of
-from holdfast._plan.structure import Container, Path
+from holdfast._plan.flatten import Container, Path
+from holdfast._plan.metadata_entries import boxes_column, column_of, description_of, directory_of
 from holdfast._storage.results import NUMBERS, ResultColumns
 from holdfast._version import __version__
 from holdfast.errors import IncompleteWriteError

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from holdfast._deferred import DeferredList
-from holdfast._plan.alike import pack, unpack
-from holdfast._plan.entries import column_of
+from holdfast._plan.interning import pack, unpack
+from holdfast._plan.metadata_entries import column_of
 from holdfast._storage.record import StorageInfo
 from holdfast.metadata import MetadataIndex
 from holdfast.storage import WriteResult

@@ -16,8 +16,8 @@ from holdfast._io import pool
 from holdfast._io.pool import Cancellation
 from holdfast._io.progress import ProgressTracker
 from holdfast._io.store import ByteStore
-from holdfast._plan.own_values import own_values
-from holdfast._plan.write_lines import TENSOR, columns_of, is_open
+from holdfast._plan.planner_values import own_values
+from holdfast._plan.write_columns import TENSOR, columns_of, is_open
 from holdfast._storage.item_writer import PACK, SMALL, ItemWriter
 from holdfast._storage.metadata_writing import dump_manifest
 from holdfast._storage.names import is_data_file, is_leftover, is_rank_metadata, shows_a_checkpoint

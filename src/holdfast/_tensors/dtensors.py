@@ -8,7 +8,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, placement_types
 
-from holdfast._tensors.layout import Cut, Piece, Reading, pieces_of, read_layout
+from holdfast._tensors.mesh_layout import Cut, HeldRuns, Piece, pieces_of, read_layout
 from holdfast.errors import PlanError
 
 __all__ = ["held_pieces", "local_tensor", "memory_of_piece", "with_local_memory"]
@@ -85,7 +85,7 @@ def _rises(numbers: Sequence[int]) -> bool:
     return all(a < b for a, b in itertools.pairwise(numbers))
 
 
-def _choose(value: DTensor, readings: Sequence[Reading]) -> Reading:
+def _choose(value: DTensor, readings: Sequence[HeldRuns]) -> HeldRuns:
     """The one meaning of the layout that agrees with the local tensor."""
     local = local_tensor(value)
     if len(readings) == 1 and readings[0].shape == local.shape:

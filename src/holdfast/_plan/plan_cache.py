@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from holdfast._plan.structure import true_key
+from holdfast._plan.flatten import true_key
 from holdfast.errors import InvalidPlanError
 from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan, SavePlanner

@@ -8,10 +8,10 @@ import torch
 
 from holdfast._format.description import TENSOR, Directory
 from holdfast._geometry import Box, check_cover
-from holdfast._plan.assignment import Piece, assign
-from holdfast._plan.entries import Entries, description_of, directory_of
-from holdfast._plan.offers import Offers
-from holdfast._plan.write_lines import SHARD, Form, WriteColumns, WriteLines, columns_of, is_open
+from holdfast._plan.all_plans import AllPlans
+from holdfast._plan.dedup import Piece, assign
+from holdfast._plan.metadata_entries import MetadataEntries, description_of, directory_of
+from holdfast._plan.write_columns import SHARD, Form, WriteColumns, WriteItems, columns_of, is_open
 from holdfast.metadata import Metadata, MetadataIndex
 from holdfast.planner import SavePlan, WriteItem
 
@@ -22,16 +22,16 @@ def merge(
     plans: list[SavePlan], *, lowest_rank: bool, may_split: bool = False
 ) -> tuple[list[SavePlan], Metadata]:
     """Both of the following: what each rank shall write, and the metadata of it all."""
-    offers = Offers([columns_of(plan) for plan in plans])
+    offers = AllPlans([columns_of(plan) for plan in plans])
     assigned = assign_writers(plans, lowest_rank=lowest_rank, may_split=may_split, offers=offers)
     if assigned is not plans:
         # The keys stay in the order in which ranks have them, whoever writes them.
-        offers = Offers([columns_of(plan) for plan in assigned], offers.keys)
+        offers = AllPlans([columns_of(plan) for plan in assigned], offers.keys)
     return describe(assigned, rewrite_hints=True, offers=offers)
 
 
 def assign_writers(
-    plans: list[SavePlan], *, lowest_rank: bool, may_split: bool = False, offers: Offers | None = None
+    plans: list[SavePlan], *, lowest_rank: bool, may_split: bool = False, offers: AllPlans | None = None
 ) -> list[SavePlan]:
     """Keep each item that several ranks offer in exactly one plan.
 
@@ -46,7 +46,7 @@ def assign_writers(
     """
     if len(plans) == 1:
         return plans
-    offers = offers or Offers([columns_of(plan) for plan in plans])
+    offers = offers or AllPlans([columns_of(plan) for plan in plans])
     columns = offers.plans
     offers.check()
     shared = offers.shared()
@@ -82,11 +82,11 @@ def _with_lines(
         taken.offset.append(len(taken.offsets))
         taken.offsets.append(offset)
         taken.hints.append(-1)
-    return dataclasses.replace(plan, items=WriteLines(taken))
+    return dataclasses.replace(plan, items=WriteItems(taken))
 
 
 def describe(
-    plans: list[SavePlan], *, rewrite_hints: bool, offers: Offers | None = None
+    plans: list[SavePlan], *, rewrite_hints: bool, offers: AllPlans | None = None
 ) -> tuple[list[SavePlan], Metadata]:
     """The metadata of all that the plans write, and the plans with each item's place in it as a hint.
 
@@ -99,8 +99,8 @@ def describe(
         InvalidPlanError: Two items claim one key, or disagree about their tensor.
     """
     columns = [columns_of(plan) for plan in plans] if offers is None else offers.plans
-    description, hints = (offers or Offers(columns)).describe()
-    metadata = Metadata(Entries(description))
+    description, hints = (offers or AllPlans(columns)).describe()
+    metadata = Metadata(MetadataEntries(description))
     if rewrite_hints:
         plans = [
             _with_hints(plan, of_rank, numbers)
@@ -110,7 +110,7 @@ def describe(
 
 
 def _with_hints(plan: SavePlan, columns: WriteColumns, hints: "array[int]") -> SavePlan:
-    lines: Any = WriteLines(columns.with_hints(hints))
+    lines: Any = WriteItems(columns.with_hints(hints))
     if is_open(plan):
         lines = [
             item if hint < 0 or item.index.index == hint else _hinted(item, hint)

@@ -6,7 +6,7 @@ import torch
 
 from holdfast._format.description import Directory
 from holdfast._geometry import Box, cover_of, intersect
-from holdfast._plan.read_lines import ReadColumns
+from holdfast._plan.read_columns import ReadColumns
 from holdfast._tensors.chunks import is_sharded, local_chunks
 from holdfast.errors import InvalidPlanError
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex

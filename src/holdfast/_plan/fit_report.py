@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 from holdfast.errors import DtypeMismatchError, MissingKeyError, PlanError, ShapeMismatchError
 
-__all__ = ["Report"]
+__all__ = ["FitReport"]
 
 _MOST_LINES = 20
 
 
 @dataclass
-class Report:
+class FitReport:
     """Problems by kind; each is a key and a sentence."""
 
     missing: list[tuple[str, str]] = field(default_factory=list)

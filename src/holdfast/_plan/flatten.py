@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from holdfast._format.typed_key import TypedKey
-from holdfast._plan.alike import pack, unpack
+from holdfast._plan.interning import pack, unpack
 from holdfast.errors import UsageError
 
 __all__ = ["Container", "Path", "Slot", "Structure", "flatten", "true_key", "unflatten"]
@@ -93,7 +93,7 @@ def flatten(
     Raises:
         UsageError: Two leaves have the same flat key, or the state contains itself.
     """
-    walk = _Walk(is_tensor, open_every_dict=open_every_dict)
+    walk = _Flattening(is_tensor, open_every_dict=open_every_dict)
     try:
         walk.visit_dict((), state)
     except RecursionError:
@@ -101,7 +101,7 @@ def flatten(
     return walk.leaves, walk.structure, walk.slots
 
 
-class _Walk:
+class _Flattening:
     def __init__(self, is_tensor: Callable[[Any], bool], *, open_every_dict: bool) -> None:
         self.is_tensor = is_tensor
         self.open_every_dict = open_every_dict

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast._format.description import OBJECT, TENSOR, Description, column, concatenated
-from holdfast._plan.entries import boxes_column, properties_in_words
-from holdfast._plan.write_lines import SHARD, WriteColumns
+from holdfast._plan.metadata_entries import boxes_column, properties_in_words
+from holdfast._plan.write_columns import SHARD, WriteColumns
 from holdfast.errors import InvalidPlanError
 
-__all__ = ["Offers", "Shared"]
+__all__ = ["AllPlans", "Replicated"]
 
 
-class Shared(NamedTuple):
+class Replicated(NamedTuple):
     """The chunks and objects that several ranks offer, thing by thing.
 
     Attributes:
@@ -52,7 +52,7 @@ class Shared(NamedTuple):
             yield from torch.split(of_count[order], torch.bincount(same).tolist())
 
 
-class Offers:
+class AllPlans:
     """The lines of all ranks' plans, one below the other.
 
     Attributes:
@@ -122,7 +122,7 @@ class Offers:
             key=key,
         )
 
-    def shared(self) -> Shared | None:
+    def shared(self) -> Replicated | None:
         """What several rows offer; None if nothing is.
 
         Raises:
@@ -145,7 +145,7 @@ class Offers:
         full, empty = is_shared & is_full, is_shared & ~is_full
         things, counts = torch.unique_consecutive(thing[full], return_counts=True)
         rows = torch.cat([self._order[full], self._order[empty]])
-        return Shared(rows, torch.cumsum(counts, 0) - counts, counts, largest[things])
+        return Replicated(rows, torch.cumsum(counts, 0) - counts, counts, largest[things])
 
     def _refuse_sizes(self, rows: list[int]) -> None:
         key = self.keys[int(self.key[rows[0]])]

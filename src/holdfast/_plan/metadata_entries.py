@@ -22,7 +22,7 @@ from holdfast.metadata import (
 )
 
 __all__ = [
-    "Entries",
+    "MetadataEntries",
     "boxes_column",
     "column_of",
     "description_of",
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-class Entries(DeferredEntries[STORAGE_TYPES]):
+class MetadataEntries(DeferredEntries[STORAGE_TYPES]):
     """``Metadata.state_dict_metadata``: columns until somebody looks at a key, and then that key alone.
 
     Attributes:
@@ -66,7 +66,7 @@ class Entries(DeferredEntries[STORAGE_TYPES]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.is_open:
             return super().__reduce_ex__(protocol)
-        return Entries, (self.columns, "the metadata", self.directory)
+        return MetadataEntries, (self.columns, "the metadata", self.directory)
 
 
 def _chunks(directory: Directory, number: int) -> Iterable[ChunkStorageMetadata]:
@@ -79,7 +79,7 @@ def _chunks(directory: Directory, number: int) -> Iterable[ChunkStorageMetadata]
 def dtypes_of(metadata: Metadata) -> list[torch.dtype]:
     """The dtypes of the description's properties, by their number."""
     entries = metadata.state_dict_metadata
-    if isinstance(entries, Entries) and not entries.is_open:
+    if isinstance(entries, MetadataEntries) and not entries.is_open:
         return [properties.dtype for properties in entries.described]
     words = description_of(metadata).properties
     return [_tensor_properties(*properties, path="the metadata").dtype for properties in words]
@@ -88,7 +88,7 @@ def dtypes_of(metadata: Metadata) -> list[torch.dtype]:
 def description_of(metadata: Metadata) -> Description:
     """What the metadata describes, as columns, whatever its entries are."""
     entries = metadata.state_dict_metadata
-    if isinstance(entries, Entries) and not entries.is_open:
+    if isinstance(entries, MetadataEntries) and not entries.is_open:
         return entries.columns
     tensors = [entry for entry in entries.values() if isinstance(entry, TensorStorageMetadata)]
     chunks = [chunk for entry in tensors for chunk in entry.chunks]
@@ -142,7 +142,7 @@ def boxes_column(sizes: Sequence[Sequence[int]], used: torch.Tensor) -> bytes:
 def directory_of(metadata: Metadata) -> Directory:
     """Where each key's part of those columns begins."""
     entries = metadata.state_dict_metadata
-    if isinstance(entries, Entries) and not entries.is_open:
+    if isinstance(entries, MetadataEntries) and not entries.is_open:
         return entries.directory
     return Directory(description_of(metadata))
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast._deferred import DeferredList
-from holdfast._plan.alike import pack, unpack
+from holdfast._plan.interning import pack, unpack
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from holdfast.planner import BytesIOWriteData, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-__all__ = ["BYTE_IO", "SHARD", "TENSOR", "Form", "WriteColumns", "WriteLines", "columns_of", "is_open"]
+__all__ = ["BYTE_IO", "SHARD", "TENSOR", "Form", "WriteColumns", "WriteItems", "columns_of", "is_open"]
 
 TENSOR, SHARD, BYTE_IO = (kind.value for kind in WriteItemType)
 _TYPES = {kind.value: kind for kind in WriteItemType}
@@ -166,7 +166,7 @@ def _as_received(
     return made
 
 
-class WriteLines(DeferredList[WriteItem]):
+class WriteItems(DeferredList[WriteItem]):
     """The ``items`` of a plan that is columns until somebody looks at a line."""
 
     __slots__ = ("columns",)
@@ -180,7 +180,7 @@ class WriteLines(DeferredList[WriteItem]):
         self.columns = None
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, WriteLines) and self.columns is not None and other.columns is not None:
+        if isinstance(other, WriteItems) and self.columns is not None and other.columns is not None:
             return self.columns == other.columns
         return super().__eq__(other)
 
@@ -188,21 +188,21 @@ class WriteLines(DeferredList[WriteItem]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.columns is not None:
-            return WriteLines, (self.columns,)
+            return WriteItems, (self.columns,)
         return super().__reduce_ex__(protocol)
 
 
 def columns_of(plan: SavePlan) -> WriteColumns:
     """A plan's lines as columns, whatever they are."""
     lines = plan.items
-    if isinstance(lines, WriteLines) and lines.columns is not None:
+    if isinstance(lines, WriteItems) and lines.columns is not None:
         return lines.columns
     return _from_lines(lines)
 
 
 def is_open(plan: SavePlan) -> bool:
     """Whether somebody has seen the lines, and may have changed them."""
-    return not isinstance(plan.items, WriteLines) or plan.items.columns is None
+    return not isinstance(plan.items, WriteItems) or plan.items.columns is None
 
 
 def _from_lines(lines: Iterable[WriteItem]) -> WriteColumns:

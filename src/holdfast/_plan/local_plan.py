@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
-from holdfast._plan.write_lines import BYTE_IO, SHARD, TENSOR, Form, WriteColumns
+from holdfast._plan.write_columns import BYTE_IO, SHARD, TENSOR, Form, WriteColumns
 from holdfast._tensors.chunks import global_shape, is_sharded, is_tensor, local_chunks, refuse_unsavable
 
 __all__ = ["Offering"]

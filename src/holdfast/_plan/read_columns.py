@@ -10,7 +10,7 @@ from holdfast._format.description import Directory
 from holdfast.metadata import MetadataIndex
 from holdfast.planner import LoadItemType, LoadPlan, ReadItem
 
-__all__ = ["ReadColumns", "ReadLines", "keys_of"]
+__all__ = ["ReadColumns", "ReadItems", "keys_of"]
 
 _NOWHERE = torch.Size([0])
 
@@ -73,7 +73,7 @@ class ReadColumns:
         return ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, shape)
 
 
-class ReadLines(DeferredList[ReadItem]):
+class ReadItems(DeferredList[ReadItem]):
     """The ``items`` of a load plan that is columns until somebody looks at a line."""
 
     __slots__ = ("columns",)
@@ -90,6 +90,6 @@ class ReadLines(DeferredList[ReadItem]):
 def keys_of(plan: LoadPlan) -> list[str]:
     """The key of each line of a plan."""
     lines: Any = plan.items
-    if isinstance(lines, ReadLines) and lines.columns is not None:
+    if isinstance(lines, ReadItems) and lines.columns is not None:
         return lines.columns.keys
     return [line.dest_index.fqn for line in lines]

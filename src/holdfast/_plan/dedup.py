@@ -4,7 +4,7 @@ import heapq
 
 import torch
 
-from holdfast._plan.offers import Offers, Shared
+from holdfast._plan.all_plans import AllPlans, Replicated
 
 __all__ = ["Assignment", "Piece", "assign"]
 
@@ -17,7 +17,7 @@ Piece = tuple[int, torch.Size, torch.Size]
 """A part of a line that a rank writes: the line's number, and the offsets and lengths of the part."""
 
 
-def assign(offers: Offers, shared: Shared, *, lowest_rank: bool, may_split: bool) -> "Assignment":
+def assign(offers: AllPlans, shared: Replicated, *, lowest_rank: bool, may_split: bool) -> "Assignment":
     """Decide for everything that several ranks offer.
 
     Args:
@@ -41,7 +41,7 @@ class Assignment:
         pieces: For each rank the parts that it writes of what was cut.
     """
 
-    def __init__(self, offers: Offers, shared: Shared) -> None:
+    def __init__(self, offers: AllPlans, shared: Replicated) -> None:
         world = len(offers.plans)
         self._offers, self._shared = offers, shared
         self._keep = torch.ones(len(offers.rank), dtype=torch.bool)
