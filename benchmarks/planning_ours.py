@@ -88,7 +88,7 @@ def results_of(plan: SavePlan) -> Results:
     columns, notes, count = columns_of(plan), Notes(), len(plan.items)
     notes.keys = columns.keys
     notes.offset, notes.hint, notes.file = list(columns.offset), list(columns.hints), [0] * count
-    notes.payload_nbytes = columns.line_nbytes()
+    notes.payload_nbytes = columns.item_nbytes()
     notes.payload_start = [448] * count
     notes.nbytes = notes.raw_nbytes = [size + 448 + 320 for size in notes.payload_nbytes]
     notes.start = [1 << 20 | number << 12 for number in range(count)]

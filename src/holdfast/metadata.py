@@ -35,8 +35,8 @@ class ChunkStorageMetadata:
     sizes: torch.Size
 
 
-# torch.memory_format does not pickle on every torch that we support; its name does.
-_MEMORY_FORMATS = {
+# By name, because torch.memory_format does not pickle on every torch that we support.
+MEMORY_FORMATS = {
     str(memory_format).removeprefix("torch."): memory_format
     for memory_format in (
         torch.contiguous_format,
@@ -71,7 +71,7 @@ class TensorProperties:
 
     def __setstate__(self, state: tuple[torch.dtype, torch.layout, bool, str, bool]) -> None:
         self.dtype, self.layout, self.requires_grad, name, self.pin_memory = state
-        self.memory_format = _MEMORY_FORMATS[name]
+        self.memory_format = MEMORY_FORMATS[name]
 
     @staticmethod
     def create_from_tensor(tensor: torch.Tensor) -> "TensorProperties":

@@ -154,7 +154,7 @@ def _hand_over(plan: SavePlan, planner: SavePlanner) -> Handed:
         if kind == TENSOR and values is not None:
             handed.whole[columns.keys[number]] = values[columns.keys[number]]
         else:
-            line = columns.line(number) if opened is None else opened[number]
+            line = columns.item(number) if opened is None else opened[number]
             handed.add(line, planner.resolve_data(line))
     return handed
 

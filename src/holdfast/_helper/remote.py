@@ -128,7 +128,7 @@ class RemoteWriter(WriterPort):
         helper = ready_helper()
         self.inner.expect_files(plan)
         done = WriteFuture()
-        self._total = sum(columns_of(plan).line_nbytes())
+        self._total = sum(columns_of(plan).item_nbytes())
         self._ended.clear()
 
         def answer(frame: Frame | None, failure: Exception | None) -> None:

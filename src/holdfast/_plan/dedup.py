@@ -1,64 +1,167 @@
-"""Who writes what several ranks hold: each thing once, so that the ranks have about the same to write."""
+"""One writer for what several ranks hold, so that the ranks have about the same amount to write."""
 
+import dataclasses
 import heapq
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
-from holdfast._plan.all_plans import AllPlans, Replicated
+from holdfast._plan.all_plans import AllPlans
+from holdfast._plan.write_columns import SHARD, Form, WriteColumns, WriteItems, is_open
+from holdfast.planner import SavePlan
 
-__all__ = ["Assignment", "Piece", "assign"]
+__all__ = ["dedup_save_plans"]
 
-# Below this a piece is not worth a line of its own.
-_SMALLEST_PIECE = 128 * 1024
-# A piece is at most this part of what a rank writes: so the ranks' loads differ by no more than that.
-_PIECES_A_RANK = 16
-
-Piece = tuple[int, torch.Size, torch.Size]
-"""A part of a line that a rank writes: the line's number, and the offsets and lengths of the part."""
+# Below this a part is not worth an item of its own.
+_SMALLEST_PART = 128 * 1024
+# A part is at most this fraction of what a rank writes: so the ranks' totals differ by no more than that.
+_PARTS_A_RANK = 16
 
 
-def assign(offers: AllPlans, shared: Replicated, *, lowest_rank: bool, may_split: bool) -> "Assignment":
-    """Decide for everything that several ranks offer.
+class _Part(NamedTuple):
+    """A part of an item that a rank writes, while others write the rest of it."""
+
+    position: int
+    offset: torch.Size
+    lengths: torch.Size
+
+
+def dedup_save_plans(
+    plans: list[SavePlan], table: AllPlans, *, lowest_rank: bool, may_split: bool
+) -> list[SavePlan]:
+    """Keep each item that several ranks can write in exactly one plan.
+
+    The item goes to the rank with the fewest bytes so far, or to the lowest rank that has it. An item that
+    only one rank has stays there. Plans come back in rank order; the input is unchanged.
 
     Args:
-        offers: What ranks offer.
-        shared: What several of them do.
-        lowest_rank: Do not spread the work.
+        plans: The plans in rank order.
+        table: The table of these plans.
+        lowest_rank: Let the lowest rank write, instead of spreading the work.
         may_split: Cut what is large, and let each rank that holds it write a part.
+
+    Raises:
+        InvalidPlanError: Ranks have different chunks at one place.
     """
-    assignment = Assignment(offers, shared)
+    if len(plans) == 1:
+        return plans
+    duplicates = _find_duplicates(table)
+    if duplicates is None:
+        return plans
+    assignment = _Assignment(table, duplicates)
     if lowest_rank:
         assignment.choose_first()
     else:
         assignment.choose_least_loaded(may_split=may_split)
-    return assignment
+    kept = assignment.kept_positions()
+    return [
+        _with_items(plan, columns, kept[rank], assignment.parts[rank])
+        for rank, (plan, columns) in enumerate(zip(plans, table.plans, strict=True))
+    ]
 
 
-class Assignment:
-    """What is decided.
+def _with_items(plan: SavePlan, columns: WriteColumns, kept: list[int], parts: list[_Part]) -> SavePlan:
+    """The plan with some of its items, and with parts of others."""
+    if len(kept) == len(columns) and not parts:
+        return plan
+    if not parts and is_open(plan):
+        # The records that somebody made, or changed, are passed on as they are.
+        return dataclasses.replace(plan, items=[plan.items[number] for number in kept])
+    taken = columns.take(kept)
+    for position, offset, lengths in parts:
+        form = columns.forms[columns.form[position]]
+        taken.add(columns.keys[position], SHARD, len(taken.forms), len(taken.offsets), -1)
+        taken.forms.append(Form(form.properties, form.size, lengths))
+        taken.offsets.append(offset)
+    return dataclasses.replace(plan, items=WriteItems(taken))
+
+
+class _Duplicates(NamedTuple):
+    """The chunks and objects that several ranks can write, thing by thing.
 
     Attributes:
-        pieces: For each rank the parts that it writes of what was cut.
+        rows: Their rows in the table: the rows of one thing after those of another, each in the order of
+            ranks. At the end are empty shards that stand at the place of a full one, and belong to no thing.
+        begins: Where the rows of each thing begin.
+        counts: How many they are.
+        nbytes: How many bytes each of them takes.
     """
 
-    def __init__(self, offers: AllPlans, shared: Replicated) -> None:
-        world = len(offers.plans)
-        self._offers, self._shared = offers, shared
-        self._keep = torch.ones(len(offers.rank), dtype=torch.bool)
-        self._keep[shared.rows] = False
-        alone = offers.nbytes()[self._keep].double()
-        self._load: list[float] = torch.bincount(offers.rank[self._keep], alone, world).tolist()
-        self.pieces: list[list[Piece]] = [[] for _ in range(world)]
+    rows: torch.Tensor
+    begins: torch.Tensor
+    counts: torch.Tensor
+    nbytes: torch.Tensor
+
+    def by_holders(self, things: torch.Tensor, rank: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The things in portions that the same ranks hold, those of few ranks first.
+
+        Args:
+            things: Which ones; they keep their order within a portion.
+            rank: For each row of the table its rank.
+        """
+        counts, world = self.counts[things], int(rank.max()) + 1
+        for count in torch.unique(counts).tolist():
+            of_count = things[counts == count]
+            ranks = rank[self.rows[self.begins[of_count, None] + torch.arange(count)]]
+            same = torch.zeros(len(of_count), dtype=torch.int64)
+            for holder in ranks.unbind(1):
+                _, same = torch.unique(same * world + holder, return_inverse=True)
+            order = torch.argsort(same, stable=True)
+            yield from torch.split(of_count[order], torch.bincount(same).tolist())
+
+
+def _find_duplicates(table: AllPlans) -> _Duplicates | None:
+    """What several rows of the table can write; None if there is nothing.
+
+    Raises:
+        InvalidPlanError: Ranks have different chunks at one place.
+    """
+    starts = torch.ones(len(table.name), dtype=torch.bool)
+    starts[1:] = table.name[1:] != table.name[:-1]
+    if bool(starts.all()):
+        return None
+    thing = torch.cumsum(starts, 0) - 1
+    count = int(thing[-1]) + 1
+    sizes = table.nbytes()[table.order]
+    # Empty shards may stand at the place of one that is not.
+    largest = torch.zeros(count, dtype=torch.int64).scatter_reduce_(0, thing, sizes, "amax")
+    is_full = sizes == largest[thing]
+    wrong = ~is_full & (sizes != 0) & (table.form[table.order] >= 0)
+    if bool(wrong.any()):
+        table.refuse_sizes(table.order[thing == thing[wrong.nonzero()[0]]].tolist())
+    is_shared = (torch.bincount(thing) > 1)[thing]
+    full, empty = is_shared & is_full, is_shared & ~is_full
+    things, counts = torch.unique_consecutive(thing[full], return_counts=True)
+    rows = torch.cat([table.order[full], table.order[empty]])
+    return _Duplicates(rows, torch.cumsum(counts, 0) - counts, counts, largest[things])
+
+
+class _Assignment:
+    """Which rank writes what.
+
+    Attributes:
+        parts: For each rank the parts that it writes of what was cut.
+    """
+
+    def __init__(self, table: AllPlans, duplicates: _Duplicates) -> None:
+        world = len(table.plans)
+        self._table, self._duplicates = table, duplicates
+        self._keep = torch.ones(len(table.rank), dtype=torch.bool)
+        self._keep[duplicates.rows] = False
+        alone = table.nbytes()[self._keep].double()
+        self._load: list[float] = torch.bincount(table.rank[self._keep], alone, world).tolist()
+        self.parts: list[list[_Part]] = [[] for _ in range(world)]
 
     def kept_positions(self) -> list[list[int]]:
-        """For each rank the lines that stay with it."""
-        rank, position = self._offers.rank[self._keep], self._offers.position[self._keep]
-        counts = torch.bincount(rank, minlength=len(self._offers.plans)).tolist()
+        """For each rank the positions of the items that stay in its plan."""
+        rank, position = self._table.rank[self._keep], self._table.position[self._keep]
+        counts = torch.bincount(rank, minlength=len(self._table.plans)).tolist()
         return [part.tolist() for part in torch.split(position, counts)]
 
     def choose_first(self) -> None:
         """Each thing is written by the lowest rank that has it."""
-        self._keep[self._shared.rows[self._shared.begins]] = True
+        self._keep[self._duplicates.rows[self._duplicates.begins]] = True
 
     def choose_least_loaded(self, *, may_split: bool) -> None:
         """Each thing is written by the rank that has the least to write so far, the largest thing first.
@@ -66,47 +169,47 @@ class Assignment:
         What few ranks hold goes before what many do, who can even it out. Things that the same ranks hold
         are dealt together, from a heap of these ranks.
         """
-        shared = self._shared
-        order = torch.argsort(shared.nbytes, descending=True, stable=True)
+        duplicates = self._duplicates
+        order = torch.argsort(duplicates.nbytes, descending=True, stable=True)
         if may_split:
-            total = sum(self._load) + float(shared.nbytes.sum())
-            largest = max(_SMALLEST_PIECE, total / len(self._load) / _PIECES_A_RANK)
-            large = int((shared.nbytes > largest).sum())
+            total = sum(self._load) + float(duplicates.nbytes.sum())
+            largest = max(_SMALLEST_PART, total / len(self._load) / _PARTS_A_RANK)
+            large = int((duplicates.nbytes > largest).sum())
             whole = [number for number in order[:large].tolist() if not self._split(number, largest)]
             order = torch.cat([torch.tensor(whole, dtype=torch.int64), order[large:]])
-        for things in shared.by_holders(order, self._offers.rank):
+        for things in duplicates.by_holders(order, self._table.rank):
             self._deal(things)
 
     def _deal(self, things: torch.Tensor) -> None:
         """Give out things that the same ranks hold."""
-        begins = self._shared.begins[things]
-        first, count = int(begins[0]), int(self._shared.counts[things[0]])
-        holders = self._offers.rank[self._shared.rows[first : first + count]].tolist()
+        begins = self._duplicates.begins[things]
+        first, count = int(begins[0]), int(self._duplicates.counts[things[0]])
+        holders = self._table.rank[self._duplicates.rows[first : first + count]].tolist()
         # Of ranks with the same load the lowest is taken.
         heap = [(self._load[rank], place) for place, rank in enumerate(holders)]
         heapq.heapify(heap)
         places = []
-        for nbytes in self._shared.nbytes[things].tolist():
+        for nbytes in self._duplicates.nbytes[things].tolist():
             load, place = heap[0]
             heapq.heapreplace(heap, (load + nbytes, place))
             places.append(place)
         for load, place in heap:
             self._load[holders[place]] = load
-        self._keep[self._shared.rows[begins + torch.tensor(places)]] = True
+        self._keep[self._duplicates.rows[begins + torch.tensor(places)]] = True
 
     def _split(self, thing: int, largest: float) -> bool:
         """Give parts of a chunk to the ranks that hold it; False if it cannot be cut."""
-        offers, begin = self._offers, int(self._shared.begins[thing])
-        rows = self._shared.rows[begin : begin + int(self._shared.counts[thing])].tolist()
-        number = int(offers.form[rows[0]])
+        table, begin = self._table, int(self._duplicates.begins[thing])
+        rows = self._duplicates.rows[begin : begin + int(self._duplicates.counts[thing])].tolist()
+        number = int(table.form[rows[0]])
         if number < 0:
             return False
-        form, offset = offers.forms[number], offers.offsets[int(offers.offset[rows[0]])]
+        form, offset = table.forms[number], table.offsets[int(table.offset[rows[0]])]
         count = min(len(rows), int(-(-form.nbytes // largest)))
         dimension = _best_cut(form.lengths, count)
         if dimension is None or count < 2:
             return False
-        ranks = {row: int(offers.rank[row]) for row in rows}
+        ranks = {row: int(table.rank[row]) for row in rows}
         holders = sorted(rows, key=lambda row: self._load[ranks[row]])[:count]
         length = form.lengths[dimension]
         cuts = [length * part // count for part in range(count + 1)]
@@ -114,8 +217,8 @@ class Assignment:
             at, lengths = list(offset), list(form.lengths)
             at[dimension] += start
             lengths[dimension] = end - start
-            piece = (int(offers.position[row]), torch.Size(at), torch.Size(lengths))
-            self.pieces[ranks[row]].append(piece)
+            part = _Part(int(table.position[row]), torch.Size(at), torch.Size(lengths))
+            self.parts[ranks[row]].append(part)
             self._load[ranks[row]] += form.nbytes * (end - start) / length
         return True
 

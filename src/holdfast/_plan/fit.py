@@ -9,9 +9,9 @@ import torch
 
 from holdfast._format.description import OBJECT
 from holdfast._plan.fit_report import FitReport
-from holdfast._plan.metadata_entries import description_of, directory_of, dtypes_of
+from holdfast._plan.metadata_entries import description_of, directory_of, dtypes_of, is_one_whole_chunk
 from holdfast._plan.read_columns import ReadColumns
-from holdfast._plan.reshard import fill_tensor, is_one_whole_chunk
+from holdfast._plan.reshard import fill_tensor
 from holdfast._tensors.chunks import dtype_of, global_shape, is_tensor, local_parts, refuse_undescribable
 from holdfast.errors import PlanError
 from holdfast.metadata import Metadata

@@ -13,7 +13,17 @@ from holdfast._format.typed_key import TypedKey
 from holdfast._plan.interning import pack, unpack
 from holdfast.errors import UsageError
 
-__all__ = ["Container", "Path", "Slot", "Structure", "flatten", "true_key", "unflatten"]
+__all__ = [
+    "Container",
+    "Path",
+    "Slot",
+    "Structure",
+    "containers_of",
+    "flatten",
+    "merge_structures",
+    "true_key",
+    "unflatten",
+]
 
 Path: TypeAlias = "tuple[str | int, ...]"
 """How to reach a leaf: strings are keys of dicts, ints are positions in lists."""
@@ -48,7 +58,7 @@ class Structure(dict[str, Path]):
     def __or__(self, other: Any) -> "Structure":  # type: ignore[override]
         """This with more entries, its containers kept."""
         joined = Structure({**self, **other})
-        joined.containers = {**self.containers, **getattr(other, "containers", {})}
+        joined.containers = {**self.containers, **containers_of(other)}
         return joined
 
     def __reduce__(self) -> Any:
@@ -60,14 +70,29 @@ class Structure(dict[str, Path]):
         if not other.keys() <= self.keys():
             for key, path in other.items():
                 self.setdefault(key, path)
-        for where, kind in getattr(other, "containers", {}).items():
+        for where, kind in containers_of(other).items():
             self.containers.setdefault(where, kind)
 
 
 def _structure_as_received(paths: bytes, containers: dict[Path, Container]) -> Structure:
-    made = Structure(unpack(paths))
+    made = Structure(unpack(paths, dict))
     made.containers = containers
     return made
+
+
+def containers_of(planner_data: Any) -> dict[Path, Container]:
+    """The containers that a checkpoint's planner data records; none if another planner than ours made it."""
+    return planner_data.containers if isinstance(planner_data, Structure) else {}
+
+
+def merge_structures(all_ranks: list[Any]) -> Structure:
+    """The structure of a state of which each rank has a part, from the planner data of all ranks' plans."""
+    if len(all_ranks) == 1 and isinstance(all_ranks[0], Structure):
+        return all_ranks[0]
+    merged = Structure()
+    for planner_data in all_ranks:
+        merged.merge({} if planner_data is None else planner_data)
+    return merged
 
 
 def flatten(

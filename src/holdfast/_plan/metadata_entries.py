@@ -13,6 +13,7 @@ from holdfast._deferred import DeferredEntries, DeferredList
 from holdfast._format.description import OBJECT, TENSOR, Description, Directory, column, concatenated
 from holdfast.errors import MetadataFormatError
 from holdfast.metadata import (
+    MEMORY_FORMATS,
     STORAGE_TYPES,
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -24,10 +25,12 @@ from holdfast.metadata import (
 __all__ = [
     "MetadataEntries",
     "boxes_column",
+    "chunk_boxes",
     "column_of",
     "description_of",
     "directory_of",
     "dtypes_of",
+    "is_one_whole_chunk",
     "numbers_of",
     "properties_in_words",
 ]
@@ -139,6 +142,26 @@ def boxes_column(sizes: Sequence[Sequence[int]], used: torch.Tensor) -> bytes:
     return column_of(rows[torch.arange(most) < ndims[used].unsqueeze(1)])
 
 
+def is_one_whole_chunk(directory: Directory, number: int) -> bool:
+    """Whether a tensor is stored in one piece."""
+    begin, end = directory.box_at[number], directory.box_at[number + 1]
+    return (
+        directory.count[number] == 1
+        and directory.lengths[begin:end].tolist() == directory.shape(number)
+        and not any(directory.offsets[begin:end])
+    )
+
+
+def chunk_boxes(directory: Directory, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The offsets and the lengths of a tensor's chunks, one row a chunk; at least one of each."""
+    begin, end, ndim = directory.box_at[number], directory.box_at[number + 1], directory.ndim[number]
+    offsets, lengths = (
+        torch.frombuffer(bytearray(column[begin:end]), dtype=torch.int64).view(-1, ndim)
+        for column in (directory.offsets, directory.lengths)
+    )
+    return offsets, lengths
+
+
 def directory_of(metadata: Metadata) -> Directory:
     """Where each key's part of those columns begins."""
     entries = metadata.state_dict_metadata
@@ -159,9 +182,6 @@ def _word(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
-_MEMORY_FORMATS = ("contiguous_format", "channels_last", "channels_last_3d", "preserve_format")
-
-
 def _tensor_properties(
     dtype: str, layout: str, requires_grad: bool, memory_format: str, pin_memory: bool, *, path: str
 ) -> TensorProperties:
@@ -177,6 +197,6 @@ def _tensor_properties(
         made,
         made_layout if isinstance(made_layout, torch.layout) else torch.strided,
         requires_grad,
-        getattr(torch, memory_format) if memory_format in _MEMORY_FORMATS else torch.contiguous_format,
+        MEMORY_FORMATS.get(memory_format, torch.contiguous_format),
         pin_memory,
     )

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from holdfast._plan.flatten import true_key
+from holdfast._plan.flatten import containers_of, true_key
 from holdfast.errors import InvalidPlanError
 from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan, SavePlanner
@@ -100,5 +100,5 @@ def _shape_of(planner_data: Any) -> Any:
         for path in planner_data.values()
         if isinstance(path, tuple)
     ]
-    containers = getattr(planner_data, "containers", {})
+    containers = containers_of(planner_data)
     return keys, [([(type(true_key(s)), true_key(s)) for s in p], kind) for p, kind in containers.items()]

@@ -1,7 +1,6 @@
-"""The lines of a load plan as columns: whole tensors by number, and records only for what is cut."""
+"""The items of a load plan as columns: whole tensors by number, and records only for what is cut."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 
@@ -20,10 +19,10 @@ class ReadColumns:
 
     Attributes:
         directory: What the checkpoint holds.
-        keys: The flat key of each line.
-        rows: The number of the item that it reads, counted over the whole checkpoint.
-        boxes: The records of lines that read a part of an item, or fill a part of a tensor; by the number
-            of the line. Every other line reads an object, or a tensor whole as it was saved.
+        keys: The flat key of each item.
+        rows: The number of the stored item that it reads, counted over the whole checkpoint.
+        boxes: The records of items that read a part of a stored item, or fill a part of a tensor; by the
+            item's number. Every other item reads an object, or a tensor whole as it was saved.
     """
 
     __slots__ = ("boxes", "directory", "keys", "rows")
@@ -37,14 +36,14 @@ class ReadColumns:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def add_box(self, line: ReadItem, row: int) -> None:
-        """A line that cannot be told from its key alone."""
-        self.boxes[len(self.keys)] = line
-        self.keys.append(line.dest_index.fqn)
+    def add_box(self, item: ReadItem, row: int) -> None:
+        """Append an item that its key alone does not describe."""
+        self.boxes[len(self.keys)] = item
+        self.keys.append(item.dest_index.fqn)
         self.rows.append(row)
 
     def take(self, numbers: Iterable[int]) -> "ReadColumns":
-        """Some of the lines."""
+        """Some of the items."""
         taken = ReadColumns(self.directory)
         for number in numbers:
             if number in self.boxes:
@@ -53,12 +52,12 @@ class ReadColumns:
             taken.rows.append(self.rows[number])
         return taken
 
-    def lines(self) -> Iterator[ReadItem]:
-        """The lines as records."""
-        return map(self.line, range(len(self.keys)))
+    def items(self) -> Iterator[ReadItem]:
+        """The items as records."""
+        return map(self.item, range(len(self.keys)))
 
-    def line(self, number: int) -> ReadItem:
-        """One line as a record."""
+    def item(self, number: int) -> ReadItem:
+        """One item as a record."""
         box = self.boxes.get(number)
         if box is not None:
             return box
@@ -74,22 +73,22 @@ class ReadColumns:
 
 
 class ReadItems(DeferredList[ReadItem]):
-    """The ``items`` of a load plan that is columns until somebody looks at a line."""
+    """The ``items`` of a load plan that is columns until somebody looks at an item."""
 
     __slots__ = ("columns",)
 
     def __init__(self, columns: ReadColumns) -> None:
-        super().__init__(len(columns), columns.lines)
+        super().__init__(len(columns), columns.items)
         self.columns: ReadColumns | None = columns
 
     def let_go(self) -> None:
-        """The lines may be changed now, and the columns would not know."""
+        """Drop the columns: the items may be changed from now on, and the columns would not know."""
         self.columns = None
 
 
 def keys_of(plan: LoadPlan) -> list[str]:
-    """The key of each line of a plan."""
-    lines: Any = plan.items
-    if isinstance(lines, ReadItems) and lines.columns is not None:
-        return lines.columns.keys
-    return [line.dest_index.fqn for line in lines]
+    """The key of each item of a plan."""
+    items = plan.items
+    if isinstance(items, ReadItems) and items.columns is not None:
+        return items.columns.keys
+    return [item.dest_index.fqn for item in items]

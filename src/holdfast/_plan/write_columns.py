@@ -1,7 +1,7 @@
-"""The lines of a save plan as columns: what every rank offers and is told, without an object for each line.
+"""The items of a save plan as columns: what a rank can write, or must write, without an object for each item.
 
-Models repeat themselves: of a thousand tensors a dozen have different shapes. A line is therefore a key and
-the numbers of two things that stand in short lists, its form and its offset.
+Models repeat themselves: of a thousand tensors a dozen have different shapes. An item is therefore a key and
+two numbers, which refer to short lists: one of forms, one of offsets.
 """
 
 from array import array
@@ -15,14 +15,24 @@ from holdfast._plan.interning import pack, unpack
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from holdfast.planner import BytesIOWriteData, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-__all__ = ["BYTE_IO", "SHARD", "TENSOR", "Form", "WriteColumns", "WriteItems", "columns_of", "is_open"]
+__all__ = [
+    "BYTE_IO",
+    "SHARD",
+    "TENSOR",
+    "Form",
+    "Numbering",
+    "WriteColumns",
+    "WriteItems",
+    "columns_of",
+    "is_open",
+]
 
 TENSOR, SHARD, BYTE_IO = (kind.value for kind in WriteItemType)
 _TYPES = {kind.value: kind for kind in WriteItemType}
 
 
 class Form(NamedTuple):
-    """What lines have in common.
+    """What many items have in common.
 
     Attributes:
         properties: dtype, layout, requires_grad, name of the memory format, pin_memory.
@@ -40,24 +50,24 @@ class Form(NamedTuple):
         return self.lengths.numel() * self.properties[0].itemsize
 
     def make_properties(self) -> TensorProperties:
-        """A record of the properties that belongs to nobody else."""
+        """A new record of the properties, which the caller may change."""
         made = TensorProperties.__new__(TensorProperties)
         made.__setstate__(self.properties)
         return made
 
 
 class WriteColumns:
-    """The lines of one rank's plan.
+    """The items of one rank's plan.
 
     Attributes:
-        keys: The flat key of each line.
+        keys: The flat key of each item.
         kinds: The value of its ``WriteItemType``.
-        form: The number of its form; -1 for what is not a tensor.
-        offset: The number of its offset; -1 for what is not a tensor.
-        hints: Where its chunk stands among those of its key; -1 where that is not known.
-        forms: The forms.
-        offsets: The offsets.
-        nbytes: The size of some of the lines that are not tensors, by their number.
+        form: The number of its form in ``forms``; -1 for an item that is not a tensor.
+        offset: The number of its offset in ``offsets``; -1 for an item that is not a tensor.
+        hints: The position of its chunk among the chunks of its key; -1 where that is not known.
+        forms: The different forms.
+        offsets: The different offsets of chunks.
+        nbytes: The size of those items that are not tensors and whose size is known, by the item's number.
     """
 
     __slots__ = ("form", "forms", "hints", "keys", "kinds", "nbytes", "offset", "offsets")
@@ -69,14 +79,22 @@ class WriteColumns:
         self.offset = array("i")
         self.hints = array("i")
         self.forms: list[Form] = []
-        self.offsets: list[torch.Size | None] = []
+        self.offsets: list[torch.Size] = []
         self.nbytes: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self.keys)
 
-    def line_nbytes(self) -> list[int]:
-        """The bytes that each line writes, as far as they are known before it is written."""
+    def add(self, key: str, kind: int, form: int, offset: int, hint: int) -> None:
+        """Append an item, given the numbers of its form and offset."""
+        self.keys.append(key)
+        self.kinds.append(kind)
+        self.form.append(form)
+        self.offset.append(offset)
+        self.hints.append(hint)
+
+    def item_nbytes(self) -> list[int]:
+        """The bytes that each item writes, as far as they are known before it is written."""
         by_form = [form.nbytes for form in self.forms]
         # The last one is what the number -1 finds.
         sizes = list(map([*by_form, 0].__getitem__, self.form))
@@ -85,38 +103,37 @@ class WriteColumns:
         return sizes
 
     def take(self, numbers: Sequence[int]) -> "WriteColumns":
-        """Some of the lines."""
+        """Some of the items, with lists of forms and offsets of their own, so that more can be added."""
         taken = WriteColumns()
         taken.keys = list(map(self.keys.__getitem__, numbers))
         taken.kinds = bytearray(map(self.kinds.__getitem__, numbers))
         taken.form = array("i", map(self.form.__getitem__, numbers))
         taken.offset = array("i", map(self.offset.__getitem__, numbers))
         taken.hints = array("i", map(self.hints.__getitem__, numbers))
-        taken.forms, taken.offsets = self.forms, self.offsets
+        taken.forms, taken.offsets = self.forms.copy(), self.offsets.copy()
         if self.nbytes:
             taken.nbytes = {at: self.nbytes[n] for at, n in enumerate(numbers) if n in self.nbytes}
         return taken
 
     def with_hints(self, hints: "array[int]") -> "WriteColumns":
-        """The same lines with other hints."""
+        """The same items with other hints."""
         same = WriteColumns()
         same.keys, same.kinds, same.form, same.offset = self.keys, self.kinds, self.form, self.offset
         same.forms, same.offsets, same.nbytes, same.hints = self.forms, self.offsets, self.nbytes, hints
         return same
 
-    def lines(self) -> Iterator[WriteItem]:
-        """The lines as records."""
-        return map(self.line, range(len(self.keys)))
+    def items(self) -> Iterator[WriteItem]:
+        """The items as records."""
+        return map(self.item, range(len(self.keys)))
 
-    def line(self, number: int) -> WriteItem:
-        """One line as a record of its own: whoever gets it may change it."""
+    def item(self, number: int) -> WriteItem:
+        """One item as a new record, which the caller may change."""
         key, hint = self.keys[number], self.hints[number]
         known_hint = None if hint < 0 else hint
         if self.kinds[number] == BYTE_IO:
             known = BytesIOWriteData(self.nbytes[number]) if number in self.nbytes else None
             return WriteItem(MetadataIndex(key, None, known_hint), WriteItemType.BYTE_IO, known)
         form, offset = self.forms[self.form[number]], self.offsets[self.offset[number]]
-        assert offset is not None
         chunk = ChunkStorageMetadata(offset, form.lengths)
         data = TensorWriteData(chunk, form.make_properties(), form.size)
         return WriteItem(MetadataIndex(key, offset, known_hint), _TYPES[self.kinds[number]], None, data)
@@ -130,20 +147,15 @@ class WriteColumns:
 
     def __reduce__(self) -> Any:
         # Tuples: a torch.Size takes twice as long on the way.
-        offsets = [None if offset is None else tuple(offset) for offset in self.offsets]
-        lines = (self.kinds, self.form, self.offset, self.hints)
-        return _as_received, (pack(self.keys), pack(_Forms(self.forms)), lines, offsets, self.nbytes)
-
-
-class _Forms:
-    """Forms on their way."""
-
-    def __init__(self, forms: Iterable[Form]) -> None:
-        self.forms = list(forms)
-
-    def __reduce__(self) -> Any:
-        parts = [(properties, tuple(size), tuple(lengths)) for properties, size, lengths in self.forms]
-        return _make_forms, (parts,)
+        forms = [(properties, tuple(size), tuple(lengths)) for properties, size, lengths in self.forms]
+        columns = (self.kinds, self.form, self.offset, self.hints)
+        return _as_received, (
+            pack(self.keys),
+            pack(forms),
+            columns,
+            list(map(tuple, self.offsets)),
+            self.nbytes,
+        )
 
 
 def _make_forms(parts: list[tuple[Any, tuple[int, ...], tuple[int, ...]]]) -> list[Form]:
@@ -154,29 +166,29 @@ def _make_forms(parts: list[tuple[Any, tuple[int, ...], tuple[int, ...]]]) -> li
 def _as_received(
     keys: bytes,
     forms: bytes,
-    lines: tuple[bytearray, "array[int]", "array[int]", "array[int]"],
-    offsets: list[tuple[int, ...] | None],
+    columns: tuple[bytearray, "array[int]", "array[int]", "array[int]"],
+    offsets: list[tuple[int, ...]],
     nbytes: dict[int, int],
 ) -> WriteColumns:
     made = WriteColumns()
-    made.keys, made.forms = list(unpack(keys)), list(unpack(forms))
-    made.kinds, made.form, made.offset, made.hints = lines
-    made.offsets = [None if offset is None else torch.Size(offset) for offset in offsets]
+    made.keys, made.forms = unpack(keys, list), unpack(forms, _make_forms)
+    made.kinds, made.form, made.offset, made.hints = columns
+    made.offsets = list(map(torch.Size, offsets))
     made.nbytes = nbytes
     return made
 
 
 class WriteItems(DeferredList[WriteItem]):
-    """The ``items`` of a plan that is columns until somebody looks at a line."""
+    """The ``items`` of a plan that is columns until somebody looks at an item."""
 
     __slots__ = ("columns",)
 
     def __init__(self, columns: WriteColumns) -> None:
-        super().__init__(len(columns), columns.lines)
+        super().__init__(len(columns), columns.items)
         self.columns: WriteColumns | None = columns
 
     def let_go(self) -> None:
-        """The lines may be changed now, and the columns would not know."""
+        """Drop the columns: the items may be changed from now on, and the columns would not know."""
         self.columns = None
 
     def __eq__(self, other: object) -> bool:
@@ -193,36 +205,49 @@ class WriteItems(DeferredList[WriteItem]):
 
 
 def columns_of(plan: SavePlan) -> WriteColumns:
-    """A plan's lines as columns, whatever they are."""
-    lines = plan.items
-    if isinstance(lines, WriteItems) and lines.columns is not None:
-        return lines.columns
-    return _from_lines(lines)
+    """A plan's items as columns, whoever made the plan."""
+    items = plan.items
+    if isinstance(items, WriteItems) and items.columns is not None:
+        return items.columns
+    return _from_items(items)
 
 
 def is_open(plan: SavePlan) -> bool:
-    """Whether somebody has seen the lines, and may have changed them."""
+    """Whether somebody has seen the items, and may have changed them."""
     return not isinstance(plan.items, WriteItems) or plan.items.columns is None
 
 
-def _from_lines(lines: Iterable[WriteItem]) -> WriteColumns:
+class Numbering:
+    """Numbers the forms and the offsets of the items that are added to columns; equal ones get one number."""
+
+    def __init__(self, columns: WriteColumns) -> None:
+        self._columns = columns
+        self._forms: dict[Form, int] = {}
+        self._offsets: dict[torch.Size, int] = {}
+
+    def of(self, form: Form, offset: torch.Size) -> tuple[int, int]:
+        """The numbers of a form and of an offset; new ones are added to the columns."""
+        form_number = self._forms.setdefault(form, len(self._forms))
+        if form_number == len(self._columns.forms):
+            self._columns.forms.append(form)
+        offset_number = self._offsets.setdefault(offset, len(self._offsets))
+        if offset_number == len(self._columns.offsets):
+            self._columns.offsets.append(offset)
+        return form_number, offset_number
+
+
+def _from_items(items: Iterable[WriteItem]) -> WriteColumns:
     columns = WriteColumns()
-    form_numbers: dict[Any, int] = {}
-    offset_numbers: dict[Any, int] = {}
-    for number, line in enumerate(lines):
-        index, data = line.index, line.tensor_data
-        columns.keys.append(index.fqn)
-        columns.kinds.append(line.type.value)
-        columns.hints.append(-1 if index.index is None else index.index)
-        if data is None:
-            columns.form.append(-1)
-            columns.offset.append(-1)
-            if line.bytes_io_data is not None:
-                columns.nbytes[number] = line.bytes_io_data.nbytes
-            continue
-        form = Form(data.properties.__getstate__(), data.size, data.chunk.sizes)
-        columns.form.append(form_numbers.setdefault(form, len(form_numbers)))
-        # torch counts a chunk by its own offsets, and finds it by the index: they are one and the same.
-        columns.offset.append(offset_numbers.setdefault(data.chunk.offsets, len(offset_numbers)))
-    columns.forms, columns.offsets = list(form_numbers), list(offset_numbers)
+    numbering = Numbering(columns)
+    for item in items:
+        index, data = item.index, item.tensor_data
+        form = offset = -1
+        if data is not None:
+            # torch counts a chunk by its own offsets, and finds it by the index: they are one and the same.
+            form, offset = numbering.of(
+                Form(data.properties.__getstate__(), data.size, data.chunk.sizes), data.chunk.offsets
+            )
+        elif item.bytes_io_data is not None:
+            columns.nbytes[len(columns)] = item.bytes_io_data.nbytes
+        columns.add(index.fqn, item.type.value, form, offset, -1 if index.index is None else index.index)
     return columns

@@ -147,7 +147,7 @@ def _as_received(
     descriptors: tuple[str, ...] | None,
 ) -> ResultColumns:
     sizes = [None if offset is None else torch.Size(offset) for offset in offsets]
-    return ResultColumns(list(unpack(keys)), numbers, checksums, sizes, files, descriptors)
+    return ResultColumns(list(unpack(keys, list)), numbers, checksums, sizes, files, descriptors)
 
 
 class Results(DeferredList[WriteResult]):

@@ -118,9 +118,9 @@ def _from_columns(
             whole.setdefault(file[row], []).append((row, key))
             continue
         if shelf.nbytes[row] < 0:
-            raise _no_such_chunk(columns.line(number).storage_index)
+            raise _no_such_chunk(columns.item(number).storage_index)
         of_file = wanted.setdefault(shelf.files[file[row]], Wanted())
-        of_file.lines.append((shelf.place(row), columns.line(number)))
+        of_file.lines.append((shelf.place(row), columns.item(number)))
     for file_number, rows in whole.items():
         of_file = wanted.setdefault(shelf.files[file_number], Wanted())
         assert values is not None

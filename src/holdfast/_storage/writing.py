@@ -101,7 +101,7 @@ class _Work:
 
     def __init__(self, plan: SavePlan, planner: SavePlanner, *, straight: bool) -> None:
         self.columns = columns_of(plan)
-        self.nbytes = self.columns.line_nbytes()
+        self.nbytes = self.columns.item_nbytes()
         self.planner = planner
         self._lines = plan.items if is_open(plan) else None
         # Where the planner would only look a tensor up, it is not asked for each of thousands.
@@ -136,7 +136,7 @@ class _Work:
             writer.add(first, self._data(first))
 
     def _data(self, number: int) -> torch.Tensor | io.BytesIO:
-        line = self.columns.line(number) if self._lines is None else self._lines[number]
+        line = self.columns.item(number) if self._lines is None else self._lines[number]
         data: Any = self.planner.resolve_data(line)
         if not isinstance(data, torch.Tensor | io.BytesIO):
             raise InvalidPlanError(
