@@ -1,13 +1,13 @@
 """Reads torch's ``.metadata`` pickles into checked, torch-free records, without running anything in them."""
 
-import struct
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 from holdfast._format.dtypes import DTYPES
-from holdfast._format.torch_pickle_machine import Machine
+from holdfast._format.torch_pickle_machine import DAMAGE, Machine
 from holdfast._format.torch_pickle_names import (
+    ALLOWED,
     CHUNK,
     INDEX,
     METADATA,
@@ -33,6 +33,7 @@ from holdfast._format.torch_pickle_records import (
     TorchStorageMeta,
     TorchTensor,
 )
+from holdfast._format.torch_pickle_rows import Rows
 from holdfast.errors import IntegrityError, MetadataFormatError, UnsafeMetadataError
 
 __all__ = ["read_plain_pickle", "read_torch_metadata"]
@@ -45,18 +46,6 @@ _SCALARS = frozenset({str, int, bool, float, bytes, bytearray, type(None)})
 _SEQUENCES = frozenset({list, tuple, set, frozenset})
 _MAPPINGS = frozenset({dict, OrderedDict})
 _AN_OBJECT = TorchObject()
-
-# What the interpreter meets by chance in a damaged pickle: an empty stack, no such memo entry, bad UTF-8.
-_DAMAGE = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RecursionError,
-    TypeError,
-    ValueError,
-    struct.error,
-)
 
 
 def read_torch_metadata(data: bytes | memoryview, *, path: str = ".metadata") -> TorchMetadata:
@@ -93,11 +82,12 @@ def read_plain_pickle(data: bytes | memoryview, *, path: str) -> Any:
 
 def _read(data: bytes | memoryview, path: str, check: Callable[["_Checker", Any], _T]) -> _T:
     try:
-        machine = Machine(bytes(data), path)
-        return check(_Checker(path, len(data), machine.rows.checked_sizes), machine.run())
+        machine = Machine(bytes(data), path, ALLOWED)
+        machine.rows = rows = Rows(machine.data, machine.stack, machine.marks, machine.memo)
+        return check(_Checker(path, len(data), rows.checked_sizes), machine.run())
     except IntegrityError:
         raise
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise MetadataFormatError(
             f"{path} is not a pickle of plain data as torch writes it: {type(error).__name__}: {error}. The "
             "file is damaged, or something else wrote it.",

@@ -61,14 +61,15 @@ class Record:
     """Stands for one of torch's metadata classes.
 
     ``parameters`` are those of its constructor, where a pickle may call that instead of setting the state;
-    the writer beside this module does.
+    the writer beside this module does. ``state_type`` is the type of that state.
     """
 
-    __slots__ = ("name", "parameters")
+    __slots__ = ("name", "parameters", "state_type")
 
-    def __init__(self, name: str, parameters: tuple[str, ...] = ()) -> None:
+    def __init__(self, name: str, parameters: tuple[str, ...] = (), state_type: type = dict) -> None:
         self.name = name
         self.parameters = parameters
+        self.state_type = state_type
 
 
 class Call:
@@ -235,7 +236,7 @@ METADATA = Record("Metadata")
 TENSOR = Record("TensorStorageMetadata", ("properties", "size", "chunks"))
 OBJECT = Record("BytesStorageMetadata")
 CHUNK = Record("ChunkStorageMetadata", ("offsets", "sizes"))
-PROPERTIES = Record("TensorProperties")
+PROPERTIES = Record("TensorProperties", state_type=tuple)
 INDEX = Record("MetadataIndex")
 STORAGE_META = Record("StorageMeta")
 STORAGE_INFO = Record("_StorageInfo", ("relative_path", "offset", "length"))
