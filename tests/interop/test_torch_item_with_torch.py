@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from holdfast._format.torch_item import TYPED_STORAGES, UNTYPED_DTYPES, bytes_item, tensor_item
+from holdfast._format import dtypes
+from holdfast._format.torch_item import bytes_item, tensor_item
 from holdfast._format.torch_item_reader import TensorLayout, read_item_layout
 from holdfast._geometry import row_major_strides
 from holdfast._io.blocks import crc32_combine
 from holdfast.errors import IntegrityError
 
 # Younger torches have more dtypes than the oldest that we support.
-DTYPES = [name for name in (*TYPED_STORAGES, *sorted(UNTYPED_DTYPES)) if hasattr(torch, name)]
+DTYPES = [name for name, dtype in dtypes.DTYPES.items() if dtype.storage and hasattr(torch, name)]
 SHAPES = [(), (1,), (0,), (7,), (2, 3), (300, 2), (2, 0, 3), (1, 2, 3, 4), (2, 1, 1, 1, 70_000), (0, 2**33)]
 
 

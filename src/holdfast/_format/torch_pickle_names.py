@@ -20,6 +20,7 @@ __all__ = [
     "MAX_NDIM",
     "METADATA",
     "OBJECT",
+    "ORDERED_DICT",
     "PROPERTIES",
     "SIZE",
     "STORAGE_INFO",
@@ -241,6 +242,7 @@ INDEX = Record("MetadataIndex")
 STORAGE_META = Record("StorageMeta")
 STORAGE_INFO = Record("_StorageInfo", ("relative_path", "offset", "length"))
 SIZE = Call("torch.Size", make_size)
+ORDERED_DICT = Call("OrderedDict", _make_ordered_dict)
 MEMORY_FORMAT = Call("_MEM_FORMAT_ENCODING", _make_memory_format)
 
 _POSIX_PATH = Call("a path", _join_posix, copies=True)
@@ -272,7 +274,7 @@ ALLOWED: dict[tuple[str, str], Record | Call | Symbol] = {
         for module in ("pathlib", "pathlib._local")
         for name in ("WindowsPath", "PureWindowsPath")
     },
-    ("collections", "OrderedDict"): Call("OrderedDict", _make_ordered_dict),
+    ("collections", "OrderedDict"): ORDERED_DICT,
     ("_codecs", "encode"): Call("_codecs.encode", _make_bytes, copies=True),
     # Protocol 2 has Python 2's name of the module.
     **{

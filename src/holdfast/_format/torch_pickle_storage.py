@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from holdfast._format.description import OBJECT, Directory, column, ints
 from holdfast._format.manifest import Manifest
+from holdfast._format.pickle_opcodes import Table, reference_number
 from holdfast._format.torch_pickle_emitter import Emitter, size_opcodes
-from holdfast._format.torch_pickle_table import Table, reference_number
 
 __all__ = ["storage_rows"]
 

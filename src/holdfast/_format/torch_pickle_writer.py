@@ -15,10 +15,10 @@ from typing import Any
 
 from holdfast._format.description import OBJECT, Directory, column, ints
 from holdfast._format.manifest import Manifest
+from holdfast._format.pickle_opcodes import Table, reference_number
 from holdfast._format.torch_pickle_emitter import Emitter, size_opcodes
 from holdfast._format.torch_pickle_records import TorchProperties
 from holdfast._format.torch_pickle_storage import storage_rows
-from holdfast._format.torch_pickle_table import Table, reference_number
 
 __all__ = ["write_torch_metadata"]
 
