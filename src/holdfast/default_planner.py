@@ -39,6 +39,7 @@ from holdfast._tensors.chunks import (
     local_parts,
     with_memory,
 )
+from holdfast._tensors.dtensors import narrowed
 from holdfast.errors import InvalidPlanError, MetadataFormatError, UsageError
 from holdfast.metadata import (
     STATE_DICT_TYPE,
@@ -355,13 +356,7 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
 
     def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
         """Narrow the tensor to the box that the item fills. For subclasses to extend."""
-        if tensor.shape == read_item.lengths:
-            return tensor
-        for dimension, (start, length) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
-            tensor = tensor.narrow(dimension, start, length)
-        return tensor
+        return narrowed(tensor, read_item.dest_offsets, read_item.lengths)
 
 
 def _home_device() -> torch.device:

@@ -6,12 +6,18 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from holdfast._plan.write_columns import BYTE_IO, SHARD, TENSOR, Form, Numbering, WriteColumns
-from holdfast._tensors.chunks import global_shape, is_sharded, is_tensor, local_chunks, refuse_unsavable
+from holdfast._tensors.chunks import (
+    PLAIN_TYPES,
+    global_shape,
+    is_sharded,
+    is_tensor,
+    local_chunks,
+    refuse_unsavable,
+)
 
 __all__ = ["plan_local_save"]
 
 _LARGE = 1 << 20
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 def plan_local_save(state: dict[str, Any]) -> WriteColumns:
@@ -33,7 +39,7 @@ def plan_local_save(state: dict[str, Any]) -> WriteColumns:
     strided = torch.strided
     for key, value in state.items():
         if (
-            type(value) not in _PLAIN
+            type(value) not in PLAIN_TYPES
             or value.layout is not strided
             or value.is_quantized
             or value.is_nested
