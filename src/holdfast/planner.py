@@ -354,8 +354,9 @@ class LoadPlanner:
             def finish_plan(self, central_plan):
                 for item in central_plan.items:
                     key = item.dest_index.fqn
-                    if getattr(self.state_dict[key], "is_meta", False):
-                        self.put(key, torch.empty_like(self.state_dict[key], device="cpu"))
+                    value = self.state_dict[key]
+                    if isinstance(value, torch.Tensor) and value.is_meta:
+                        self.put(key, torch.empty_like(value, device="cpu"))
                 return super().finish_plan(central_plan)
 
     The class is not abstract, as torch's is not: what a subclass leaves out fails when it is called.

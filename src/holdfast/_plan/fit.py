@@ -55,7 +55,7 @@ def plan_load(state: dict[str, Any], metadata: Metadata, fit: Fit) -> ReadColumn
             continue
         if kinds[number] == OBJECT:
             if is_tensor(value):
-                report.kind.append((key, "the checkpoint has an object here, the state a tensor"))
+                report.add("kind", key, "the checkpoint has an object here, the state a tensor")
             add_key(key)
             add_row(row[number])
             continue
@@ -79,17 +79,17 @@ def plan_load(state: dict[str, Any], metadata: Metadata, fit: Fit) -> ReadColumn
     for key, number in sharded:
         fill_tensor(columns, key, number, state[key])
     if narrowed:
-        _warn_of_casts(narrowed)
+        warnings.warn(
+            f"tensors are cast on load: {_listed(narrowed, '; ')}. cast=True says it is meant, cast=False "
+            "raises.",
+            stacklevel=2,
+        )
     return columns
 
 
-def _warn_of_casts(narrowed: list[str]) -> None:
-    listed = "; ".join(narrowed[:_MOST_NAMED])
-    more = f"; and {len(narrowed) - _MOST_NAMED} more" if len(narrowed) > _MOST_NAMED else ""
-    warnings.warn(
-        f"tensors are cast on load: {listed}{more}. cast=True says it is meant, cast=False raises.",
-        stacklevel=2,
-    )
+def _listed(names: list[str], separator: str) -> str:
+    more = f"{separator}and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return separator.join(names[:_MOST_NAMED]) + more
 
 
 def _check_tensor(
@@ -102,32 +102,27 @@ def _check_tensor(
     narrowed: list[str],
 ) -> None:
     if not is_tensor(value):
-        report.kind.append(
-            (key, f"the checkpoint has a tensor here, the state a value of type {type(value).__name__}")
-        )
+        problem = f"the checkpoint has a tensor here, the state a value of type {type(value).__name__}"
+        report.add("kind", key, problem)
         return
     shape = global_shape(value)
     if shape != size:
-        report.shape.append(
-            (key, f"Size mismatch: the checkpoint has shape {tuple(size)}, the state {tuple(shape)}")
-        )
+        problem = f"Size mismatch: the checkpoint has shape {tuple(size)}, the state {tuple(shape)}"
+        report.add("shape", key, problem)
     try:
         memory = local_parts(value)
         refuse_undescribable(key, value)
     except PlanError as error:
-        report.kind.append((key, str(error).removeprefix(f"{key}: ")))
+        report.add("kind", key, str(error).removeprefix(f"{key}: "))
         return
     if any(map(_repeats_memory, memory)):
-        report.kind.append(
-            (key, "the state's tensor is expanded: several elements share one place in memory")
-        )
+        report.add("kind", key, "the state's tensor is expanded: several elements share one place in memory")
     wanted = dtype_of(value)
     if dtype == wanted or cast is True:
         return
     if cast is False or _kind(dtype) != _kind(wanted):
-        report.dtype.append(
-            (key, f"the checkpoint has {dtype}, the state {wanted}; pass cast=True to cast it")
-        )
+        problem = f"the checkpoint has {dtype}, the state {wanted}; pass cast=True to cast it"
+        report.add("dtype", key, problem)
     else:
         narrowed.append(f"{key} from {dtype} to {wanted}")
 
@@ -158,9 +153,9 @@ def _check_unexpected(state: dict[str, Any], metadata: Metadata, fit: Fit, repor
     if own:
         unexpected = [key for key in unexpected if (told := rank_key(key)) is None or told.place not in own]
     if fit.refuse_unexpected:
-        report.unexpected += [
-            (key, "is in the checkpoint, but not in the state; strict=False ignores it") for key in unexpected
-        ]
+        for key in unexpected:
+            problem = "is in the checkpoint, but not in the state; strict=False ignores it"
+            report.add("unexpected", key, problem)
         return
     # A program that loads only its model from a checkpoint of model and optimizer means it. A key below
     # a container that is being loaded was more likely forgotten: a momentum buffer, a buffer of a module.
@@ -168,14 +163,11 @@ def _check_unexpected(state: dict[str, Any], metadata: Metadata, fit: Fit, repor
     roots = {_root(key, paths) for key in state}
     forgotten = [key for key in unexpected if _root(key, paths) in roots and len(paths.get(key, ())) > 1]
     if forgotten:
-        listed = ", ".join(forgotten[:_MOST_NAMED])
-        more = f" and {len(forgotten) - _MOST_NAMED} more" if len(forgotten) > _MOST_NAMED else ""
         logger.warning(
-            "%d values of the checkpoint are not loaded, though their neighbours are: %s%s. "
+            "%d values of the checkpoint are not loaded, though their neighbours are: %s. "
             "strict=True raises instead, strict=False says nothing.",
             len(forgotten),
-            listed,
-            more,
+            _listed(forgotten, ", "),
         )
 
 

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, get_args
 
 from holdfast.errors import DtypeMismatchError, MissingKeyError, PlanError, ShapeMismatchError
 
@@ -10,33 +10,28 @@ __all__ = ["FitReport"]
 
 _MOST_LINES = 20
 
+Kind: TypeAlias = Literal["missing", "unexpected", "shape", "dtype", "kind"]
+"""The kinds of problems, in the order in which they are listed."""
 
-@dataclass
+
 class FitReport:
     """Problems by kind; each is a key and a sentence."""
 
-    missing: list[tuple[str, str]] = field(default_factory=list)
-    unexpected: list[tuple[str, str]] = field(default_factory=list)
-    shape: list[tuple[str, str]] = field(default_factory=list)
-    dtype: list[tuple[str, str]] = field(default_factory=list)
-    kind: list[tuple[str, str]] = field(default_factory=list)
-    gap: list[tuple[str, str]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._problems: dict[str, list[tuple[str, str]]] = {kind: [] for kind in get_args(Kind)}
+
+    def add(self, kind: Kind, key: str, sentence: str) -> None:
+        """Note a problem."""
+        self._problems[kind].append((key, sentence))
 
     def add_missing(self, key: str, there: Iterable[str]) -> None:
         """Note a key that the checkpoint does not have, with the nearest name that it has."""
-        near = "" if len(self.missing) >= _MOST_LINES else nearest(key, there)
+        near = "" if len(self._problems["missing"]) >= _MOST_LINES else _nearest(key, there)
         # The words that torch has for it: programs look for them.
-        self.missing.append((key, f"Missing key in checkpoint{near}"))
-
-    def count(self) -> int:
-        """How many problems there are."""
-        return sum(len(found) for found in self._all())
-
-    def _all(self) -> list[list[tuple[str, str]]]:
-        return [self.missing, self.unexpected, self.shape, self.dtype, self.kind, self.gap]
+        self.add("missing", key, f"Missing key in checkpoint{near}")
 
     def raise_if_any(self) -> None:
-        """Raise one error that lists everything; its class is that of the gravest kind.
+        """Raise one error that lists everything.
 
         Raises:
             MissingKeyError: Something is missing, whatever else there is.
@@ -44,26 +39,27 @@ class FitReport:
             DtypeMismatchError: Only dtypes differ.
             PlanError: Anything else.
         """
-        if not self.count():
+        found = [problem for problems in self._problems.values() for problem in problems]
+        if not found:
             return
-        lines = [f"{key}: {sentence}" for found in self._all() for key, sentence in found]
-        shown = lines[:_MOST_LINES]
-        if len(lines) > len(shown):
-            shown.append(f"and {len(lines) - len(shown)} more")
-        noun = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
-        message = f"the checkpoint does not fit ({noun}; nothing was changed):\n  " + "\n  ".join(shown)
-        first_key = next(found[0][0] for found in self._all() if found)
-        error: type[PlanError] = PlanError
-        if self.missing:
-            error = MissingKeyError
-        elif self.shape:
-            error = ShapeMismatchError
-        elif self.dtype and len(self.dtype) == len(lines):
+        lines = [f"{key}: {sentence}" for key, sentence in found[:_MOST_LINES]]
+        if len(found) > len(lines):
+            lines.append(f"and {len(found) - len(lines)} more")
+        noun = "1 problem" if len(found) == 1 else f"{len(found)} problems"
+        error = PlanError
+        if len(self._problems["dtype"]) == len(found):
             error = DtypeMismatchError
-        raise error(message, key=first_key)
+        elif self._problems["missing"]:
+            error = MissingKeyError
+        elif self._problems["shape"]:
+            error = ShapeMismatchError
+        raise error(
+            f"the checkpoint does not fit ({noun}; nothing was changed):\n  " + "\n  ".join(lines),
+            key=found[0][0],
+        )
 
 
-def nearest(key: str, there: Iterable[str]) -> str:
-    """A hint at the most similar name, or nothing."""
+def _nearest(key: str, there: Iterable[str]) -> str:
+    """The most similar name in words, or nothing if none is similar."""
     close = difflib.get_close_matches(key, list(there)[:20_000], n=1, cutoff=0.75)
     return f" (it has {close[0]})" if close else ""

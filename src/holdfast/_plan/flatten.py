@@ -141,11 +141,12 @@ class _Flattening:
         is_container = self.is_container.get(kind)
         if is_container is None:
             is_container = self.is_container[kind] = issubclass(kind, Mapping | list)
-        if is_container and isinstance(value, Mapping) and self.opens_dict(value):
-            self.visit_dict(path, value)
-        elif is_container and isinstance(value, list) and self.opens_list(value):
-            for number, entry in enumerate(value):
-                self.visit((*path, number), entry, (value, number))
+        if is_container and self.is_opened(value):
+            if isinstance(value, list):
+                for number, entry in enumerate(value):
+                    self.visit((*path, number), entry, (value, number))
+            else:
+                self.visit_dict(path, value)
         else:
             key = ".".join(map(str, path)) if len(path) > 1 else str(path[0])
             if not key.isascii():
@@ -185,22 +186,12 @@ class _Flattening:
                 )
             seen[name] = key
 
-    def opens_dict(self, value: Mapping[Any, Any]) -> bool:
-        return self.open_every_dict or any(self.holds_tensor(entry) for entry in value.values())
-
-    def opens_list(self, value: list[Any]) -> bool:
-        return any(
-            self.is_tensor(entry)
-            or (isinstance(entry, Mapping) and self.opens_dict(entry))
-            or (isinstance(entry, list) and self.opens_list(entry))
-            for entry in value
-        )
-
-    def holds_tensor(self, value: Any) -> bool:
+    def is_opened(self, value: Any) -> bool:
+        """Whether a container is opened; asked of what a list or dict holds, whether that is a reason to."""
         if isinstance(value, Mapping):
-            return any(self.holds_tensor(entry) for entry in value.values())
+            return self.open_every_dict or any(map(self.is_opened, value.values()))
         if isinstance(value, list):
-            return any(self.holds_tensor(entry) for entry in value)
+            return any(map(self.is_opened, value))
         return self.is_tensor(value)
 
 
