@@ -100,7 +100,7 @@ class _Checker:
 
     def __init__(self, path: str, size: int, checked_sizes: set[int]) -> None:
         self._path = path
-        self._size = size
+        self._size = self._uncharged = size
         self._checked_sizes = checked_sizes
         self._checked_paths: set[str] = set()
 
@@ -131,6 +131,7 @@ class _Checker:
         if nbytes >= _LIMIT:
             self._refuse(key, f"its shape {_shown(shape)} takes more than 2**63 bytes")
         chunks = self._typed(fields.get("chunks"), list, key, "chunks")
+        self._charge(key, len(chunks))
         return TorchTensor(properties, shape, [self._chunk(chunk, shape, key) for chunk in chunks])
 
     def _chunk(self, value: object, shape: Ints, key: str) -> Chunk:
@@ -152,6 +153,13 @@ class _Checker:
                     f"the chunk at {_shown(offsets)} of {_shown(lengths)} reaches outside {_shown(shape)}",
                 )
         return offsets, lengths
+
+    def _charge(self, key: str, count: int) -> None:
+        # In an honest pickle each member of a list takes a byte at least, and the list belongs to one record.
+        # Through the memo, one list could be given to every key, and be checked and copied for each.
+        self._uncharged -= count
+        if self._uncharged < 0:
+            self._refuse(key, "its lists have more members than a file of this size can hold")
 
     def _checked_dims(self, value: Any, key: str | None, name: str) -> Ints:
         if id(value) in self._checked_sizes:
@@ -203,8 +211,11 @@ class _Checker:
         if type(value) is not TorchStorage:
             fields = self._fields(value, STORAGE_INFO, key)
             descriptors = fields.get("transform_descriptors") or ()
-            if type(descriptors) not in (list, tuple) or not all(type(name) is str for name in descriptors):
-                self._refuse(key, "its transform_descriptors are not a list of str")
+            if type(descriptors) not in (list, tuple):
+                self._refuse(key, "its transform_descriptors are not a list")
+            self._charge(key, len(descriptors))
+            if not all(type(name) is str for name in descriptors):
+                self._refuse(key, "its transform_descriptors are not all str")
             value = TorchStorage(
                 self._typed(fields.get("relative_path"), str, key, "relative_path"),
                 self._typed(fields.get("offset"), int, key, "the offset in the file"),
