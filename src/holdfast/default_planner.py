@@ -72,7 +72,7 @@ __all__ = [
 
 
 class DefaultSavePlanner(SavePlanner, HasOwnValues):
-    """Saves any nested state, each value exactly once, exactly.
+    """Saves any nested state, bit for bit, and each value once, whatever ranks hold it.
 
     Args:
         flatten_state_dict: Open nested dicts, and lists that hold tensors, so that each tensor is stored
@@ -132,7 +132,7 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """One item for each tensor or chunk and each other value of this rank."""
+        """Return one item for each tensor or chunk and each other value of this rank."""
         plan = create_default_local_save_plan(self.state_dict, self.is_coordinator)
         if self.flatten_state_dict:
             plan = dataclasses.replace(plan, planner_data=self.mappings)
@@ -143,14 +143,10 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
         return plan
 
     def fingerprints(self) -> dict[tuple[int, ...] | None, dict[str, bytes]]:
-        """What tells this rank's values from other ones, by the ranks that should have the same.
+        """Fingerprints of the values that other ranks must hold alike, by those ranks.
 
-        Asked for on every rank, if there are several, after ``create_local_plan``. A value that has no
-        fingerprint is not among them, nor is what no other rank holds.
-
-        Returns:
-            For None, which is all ranks, the fingerprints of values that are not sharded, by flat key. For
-            the ranks that a DTensor is replicated on, those of its chunks, by key and box in words.
+        A save calls it on every rank after ``create_local_plan``, if there are several ranks. The result is
+        that of ``fingerprint_replicas``; it is empty if replicas are not to be checked.
         """
         if not self.check_replicas:
             return {}
@@ -172,7 +168,7 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
             metadata = dataclasses.replace(
                 metadata, planner_data=merge_structures([plan.planner_data for plan in plans])
             )
-        # A single rank may save its own shards alone: then the rest of the tensor is not its affair.
+        # A single rank may save its own shards alone: then the other shards of the tensor may be missing.
         problems = find_problems(metadata, whole=len(all_plans) > 1)
         if problems:
             raise InvalidPlanError("the global plan is not valid: " + "; ".join(problems[:16]))
@@ -186,7 +182,7 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The tensor itself, or the object in the form that it is stored in."""
+        """The tensor itself, or the object as the stream that is stored."""
         value: Any = None
         if write_item.type == WriteItemType.SHARD and write_item.tensor_data is not None:
             value = self._part(write_item.index.fqn, write_item.tensor_data.chunk)
@@ -196,7 +192,7 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
         return data
 
     def _part(self, key: str, box: ChunkStorageMetadata) -> torch.Tensor | None:
-        """The part of a chunk that is this rank's to write, if others write the rest; else None."""
+        """The memory of a part of a chunk, if other ranks write the rest of the chunk; otherwise None."""
         value = self.state_dict[key]
         if not is_tensor(value) or box in local_chunks(value):
             return None
@@ -285,7 +281,7 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
             self._slots = {key: (original, key) for key in original}
 
     def create_local_plan(self) -> LoadPlan:
-        """Which boxes of which stored chunks fill this rank's part of the state."""
+        """Return which boxes of which stored chunks fill this rank's part of the state."""
         if self.metadata is None:
             raise UsageError("the planner was set up without the checkpoint's metadata")
         self._follow_old_keys()
@@ -310,11 +306,11 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
 
     @known_to_engine
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Each rank reads what it needs."""
+        """Return the plans as they are: each rank reads what it needs."""
         return create_default_global_load_plan(global_plan)
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Give memory to tensors on the meta device; nothing has been changed before this."""
+        """Give memory to tensors on the meta device. Until this call the state is unchanged."""
         planned = set(keys_of(new_plan))
         stored = () if self.metadata is None else directory_of(self.metadata).numbers
         for key, value in list(self.state_dict.items()):
@@ -348,7 +344,7 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
         return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing to do: ``resolve_tensor`` gave the state's own memory."""
+        """Do nothing: ``resolve_tensor`` returned the state's own memory."""
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """The tensor, or the local chunk of it, that ``index`` names. For subclasses to extend."""
@@ -470,9 +466,9 @@ def create_default_global_load_plan(all_plans: list[LoadPlan]) -> list[LoadPlan]
 
 
 def create_default_local_save_plan(state_dict: dict[str, Any], is_coordinator: bool) -> SavePlan:  # noqa: ARG001
-    """What one rank offers to write: an item for each tensor, chunk and other value of a flat state.
+    """What one rank can write: an item for each tensor, chunk and other value of a flat state.
 
-    Values that are the same on every rank are offered by every rank; the global plan keeps one of them.
+    A value that every rank holds is in every rank's plan; the global plan keeps one of them.
     """
     return SavePlan(WriteItems(plan_local_save(state_dict)))
 
@@ -494,7 +490,7 @@ _EmptyStateDictLoadPlanner = EmptyStateDictLoadPlanner
 
 
 def _create_default_local_metadata(state_dict: dict[str, Any]) -> Metadata:
-    """What a flat state would be described as if it were saved, as far as one rank knows; torch has it so."""
+    """The metadata that a save of a flat state by this rank alone would have; torch has this function."""
     plan = create_default_local_save_plan(state_dict, is_coordinator=True)
     _, metadata = create_default_global_save_plan([plan])
     for key, value in state_dict.items():
@@ -513,5 +509,5 @@ def _create_default_local_metadata(state_dict: dict[str, Any]) -> Metadata:
 
 
 def _validate_global_plan(global_plan: list[SavePlan], metadata: Metadata) -> bool:  # noqa: ARG001
-    """Whether the chunks of each tensor cover it exactly once; torch has it so."""
+    """Whether the chunks of each tensor cover it exactly once; torch has this function."""
     return not find_problems(metadata, whole=True)

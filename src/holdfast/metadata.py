@@ -114,7 +114,7 @@ STATE_DICT_TYPE: TypeAlias = dict[str, StatefulT | Any]
 
 @dataclass
 class StorageMeta:
-    """What a storage tells the planner and the checkpoint about itself.
+    """What a storage says about itself, to the planner and in the checkpoint.
 
     Attributes:
         checkpoint_id: The place of the checkpoint, as the caller named it.
@@ -160,7 +160,7 @@ class MetadataIndex:
         fqn: The flat key.
         offset: Where the chunk begins in the tensor; None for the whole tensor and for other values.
         index: Where the chunk stands in the tensor's list of chunks, so that a search can look there
-            first. It may be wrong or missing; who uses it checks and falls back to a search.
+            first. It may be wrong or missing: check what is there, and fall back to a search.
     """
 
     fqn: str

@@ -108,7 +108,7 @@ class Emitter:
         return known
 
     def properties(self, value: TorchProperties) -> bytes:
-        """A ``TensorProperties``; raises UsageError where torch has no such."""
+        """A ``TensorProperties``; raises UsageError if torch cannot have these values."""
         known = self._properties.get(value)
         if known is None:
             dtype, layout, requires_grad, memory_format, pin_memory = value

@@ -54,7 +54,7 @@ class _StorageRows:
         return not self.has_transforms and chunks <= {1} and not any(manifest.chunk_offsets)
 
     def of_whole_tensors(self, manifest: Manifest) -> Iterator[bytes]:
-        """The rows of such items: joined by loops in C."""
+        """The rows of all items, where ``are_alike``: joined by loops in C."""
         emit = self.emit
         ndims = sorted(set(manifest.tensor_ndims))
         defined = [emit.text(path) + b"0" for path in self.files if path not in emit.texts]

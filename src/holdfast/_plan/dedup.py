@@ -166,8 +166,8 @@ class _Assignment:
     def choose_least_loaded(self, *, may_split: bool) -> None:
         """Each thing is written by the rank that has the least to write so far, the largest thing first.
 
-        What few ranks hold goes before what many do, who can even it out. Things that the same ranks hold
-        are dealt together, from a heap of these ranks.
+        Things that few ranks hold are dealt before things that many ranks hold, which even out the rest.
+        Things that the same ranks hold are dealt together, from a heap of these ranks.
         """
         duplicates = self._duplicates
         order = torch.argsort(duplicates.nbytes, descending=True, stable=True)

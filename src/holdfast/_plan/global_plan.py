@@ -39,7 +39,7 @@ def merge(
     table = AllPlans([columns_of(plan) for plan in plans])
     deduped = dedup_save_plans(plans, table, lowest_rank=lowest_rank, may_split=may_split)
     if deduped is not plans:
-        # The keys stay in the order in which ranks have them, whoever writes them.
+        # The keys stay in the order in which the ranks have them.
         table = AllPlans([columns_of(plan) for plan in deduped], table.keys)
     return describe(deduped, table)
 

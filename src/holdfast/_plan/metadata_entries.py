@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as the records that plugins see and as the columns that we work on."""
+"""``Metadata.state_dict_metadata`` as the records that plugins see, and as the columns that we work on."""
 
 import ctypes
 import functools
@@ -60,7 +60,7 @@ class MetadataEntries(DeferredEntries[STORAGE_TYPES]):
         if directory.kinds[number] == OBJECT:
             return BytesStorageMetadata()
         described = self.described[directory.properties[number]]
-        # A record of its own: whoever looks at it may change it.
+        # A new record each time: the caller may change it.
         properties = TensorProperties.__new__(TensorProperties)
         properties.__dict__.update(described.__dict__)
         chunks = DeferredList(directory.count[number], lambda: _chunks(directory, number))
@@ -89,7 +89,7 @@ def dtypes_of(metadata: Metadata) -> list[torch.dtype]:
 
 
 def description_of(metadata: Metadata) -> Description:
-    """What the metadata describes, as columns, whatever its entries are."""
+    """What the metadata describes, as columns; they are made from the records if somebody has seen those."""
     entries = metadata.state_dict_metadata
     if isinstance(entries, MetadataEntries) and not entries.is_open:
         return entries.columns
@@ -163,7 +163,7 @@ def chunk_boxes(directory: Directory, number: int) -> tuple[torch.Tensor, torch.
 
 
 def directory_of(metadata: Metadata) -> Directory:
-    """Where each key's part of those columns begins."""
+    """Where each key's part of the columns of ``description_of`` begins."""
     entries = metadata.state_dict_metadata
     if isinstance(entries, MetadataEntries) and not entries.is_open:
         return entries.directory

@@ -1,4 +1,4 @@
-"""Plans that are used again: an unchanged second save sends nothing but the word that nothing changed."""
+"""The plan cache: while nothing changes, a rank sends only that its plan is the same as last time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ _AS_LAST_TIME = SavePlan([], usable=False)
 
 
 class PlanCache:
-    """The cached plans of one planner during one save; they live on ``SavePlanner``, where torch has them.
+    """The cached plans of one planner during one save. They are kept on ``SavePlanner``, as torch keeps them.
 
     A plan is "the same" only if everything in it is: keys and their types, boxes, shapes, dtypes and other
     properties, containers. What a rank remembers is forgotten when a save begins and remembered again when

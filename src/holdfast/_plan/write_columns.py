@@ -205,7 +205,7 @@ class WriteItems(DeferredList[WriteItem]):
 
 
 def columns_of(plan: SavePlan) -> WriteColumns:
-    """A plan's items as columns, whoever made the plan."""
+    """The items of any plan as columns: those it has, or new ones made from its records."""
     items = plan.items
     if isinstance(items, WriteItems) and items.columns is not None:
         return items.columns

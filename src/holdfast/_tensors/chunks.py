@@ -201,8 +201,8 @@ def is_without_memory(value: Any) -> bool:
 def with_memory(value: Any, device: torch.device) -> Any:
     """A tensor like ``value``, which is on the meta device, with memory for what this rank holds of it.
 
-    Its layout and ``requires_grad`` are those of ``value``, and it is a parameter if that is one. What it
-    holds is junk.
+    Its layout and ``requires_grad`` are those of ``value``, and it is a parameter if ``value`` is one. Its
+    elements are not initialized.
 
     Raises:
         PlanError: It is a ShardedTensor or of a class that we cannot make.

@@ -146,7 +146,7 @@ def narrowed(tensor: torch.Tensor, starts: Sequence[int], lengths: Sequence[int]
 
 
 def with_local_memory(value: DTensor, device: torch.device) -> DTensor:
-    """The same tensor, a parameter if it was one, with new memory for this rank's part; full of junk."""
+    """The same tensor, a parameter if it was one, with new, uninitialized memory for this rank's part."""
     made = DTensor.from_local(
         torch.empty_like(local_tensor(value).detach(), device=device),
         value.device_mesh,
