@@ -106,7 +106,6 @@ def test_the_layout_of_what_torch_saved_leads_to_its_bytes(dtype: str) -> None:
         payload = data[layout.payload_offset :][: layout.payload_nbytes]
         assert zlib.crc32(payload) == layout.crc32
         assert layout.byteorder == "little"
-        assert not layout.requires_grad
 
 
 def test_every_dtype_that_torch_can_save_and_read_back_has_an_item() -> None:
@@ -147,10 +146,9 @@ def test_gradient_flags_and_parameters_are_plain_tensors() -> None:
     for tensor in (torch.ones(3, requires_grad=True), torch.nn.Parameter(torch.ones(3))):
         layout = layout_of(saved(tensor))
         assert layout is not None
-        assert (layout.requires_grad, layout.shape) == (True, (3,))
+        assert layout.shape == (3,)
     frozen = layout_of(saved(torch.nn.Parameter(torch.ones(3), requires_grad=False)))
     assert frozen is not None
-    assert not frozen.requires_grad
 
 
 class Subclass(torch.Tensor):

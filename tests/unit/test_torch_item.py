@@ -91,12 +91,7 @@ def test_the_layout_of_an_item_is_what_it_was_built_from(dtype: str, shape: tupl
     assert layout is not None
     assert (layout.dtype, layout.shape, layout.storage_offset) == (dtype, shape, 0)
     assert (layout.payload_offset, layout.payload_nbytes, layout.crc32) == (len(head), item.payload_nbytes, 7)
-    assert (layout.byteorder, layout.conj, layout.neg, layout.requires_grad) == (
-        "little",
-        False,
-        False,
-        False,
-    )
+    assert (layout.byteorder, layout.conj, layout.neg) == ("little", False, False)
 
 
 def test_large_payloads_begin_on_a_page_and_small_ones_cost_little() -> None:

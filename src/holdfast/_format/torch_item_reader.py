@@ -38,7 +38,6 @@ class TensorLayout(NamedTuple):
         byteorder: The byte order of each element.
         conj: The elements stand for their complex conjugates.
         neg: The elements stand for their negatives.
-        requires_grad: What the tensor said of itself; a checkpoint has no use for it.
     """
 
     dtype: str
@@ -51,7 +50,6 @@ class TensorLayout(NamedTuple):
     byteorder: Literal["little", "big"]
     conj: bool
     neg: bool
-    requires_grad: bool
 
 
 def read_item_layout(
@@ -114,7 +112,6 @@ def read_item_layout(
         byteorder,
         tensor.conj,
         tensor.neg,
-        tensor.requires_grad,
     )
 
 
@@ -154,7 +151,6 @@ class _PickledTensor(NamedTuple):
     storage_offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    requires_grad: bool
     conj: bool
     neg: bool
 
@@ -213,12 +209,12 @@ def _tensor(
     bits = {} if metadata is None else metadata
     _require(type(bits) is dict and bits.keys() <= {"conj", "neg"})
     conj, neg = bits.get("conj", False) is True, bits.get("neg", False) is True
-    return _PickledTensor(storage, dtype, offset, shape, strides, requires_grad, conj, neg)
+    return _PickledTensor(storage, dtype, offset, shape, strides, conj, neg)
 
 
 def _parameter(tensor: Any, requires_grad: Any, hooks: Any, state: Any = None) -> _PickledTensor:
     _require(type(tensor) is _PickledTensor and type(requires_grad) is bool and not hooks and not state)
-    return tensor._replace(requires_grad=requires_grad)  # type: ignore[no-any-return]
+    return tensor  # type: ignore[no-any-return]
 
 
 def _from_type(function: Any, tensor_type: Any, arguments: Any, state: Any) -> _PickledTensor:

@@ -33,6 +33,14 @@ _FORMAT_NUMBERS = {name: number for number, name in enumerate(MEMORY_FORMATS.val
 
 _FLOAT = struct.Struct(">cd").pack
 _COUNT8 = struct.Struct("<cQ").pack
+# What stands before and after the members of a container.
+_BRACKETS: dict[type, tuple[bytes, bytes]] = {
+    list: (b"](", b"e"),
+    dict: (b"}(", b"u"),
+    OrderedDict: (b"ccollections\nOrderedDict\n)R(", b"u"),
+    set: (b"\x8f(", b"\x90"),
+    frozenset: (b"(", b"\x91"),
+}
 
 
 def _encode_bytes(value: bytes) -> bytes:
@@ -142,15 +150,10 @@ class Emitter:
             return self.text(value)
         if kind is tuple:
             return self.plain_tuple(value)
-        if kind is list:
-            return b"".join((b"](", *map(self.plain, value), b"e"))
-        if kind is dict or kind is OrderedDict:
-            empty = b"}" if kind is dict else b"ccollections\nOrderedDict\n)R"
-            return b"".join((empty, b"(", *self.plain_pairs(value), b"u"))
-        if kind is set:
-            return b"".join((b"\x8f(", *map(self.plain, value), b"\x90"))
-        if kind is frozenset:
-            return b"".join((b"(", *map(self.plain, value), b"\x91"))
+        if kind in _BRACKETS:
+            opening, closing = _BRACKETS[kind]
+            members = self.plain_pairs(value) if closing == b"u" else map(self.plain, value)
+            return b"".join((opening, *members, closing))
         return self._scalar(value)
 
     def plain_pairs(self, value: dict[Any, Any]) -> Iterator[bytes]:

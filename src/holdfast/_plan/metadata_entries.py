@@ -81,9 +81,6 @@ def _chunks(directory: Directory, number: int) -> Iterable[ChunkStorageMetadata]
 
 def dtypes_of(metadata: Metadata) -> list[torch.dtype]:
     """The dtypes of the description's properties, by their number."""
-    entries = metadata.state_dict_metadata
-    if isinstance(entries, MetadataEntries) and not entries.is_open:
-        return [properties.dtype for properties in entries.described]
     words = description_of(metadata).properties
     return [_tensor_properties(*properties, path="the metadata").dtype for properties in words]
 

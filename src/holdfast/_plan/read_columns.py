@@ -1,6 +1,7 @@
 """The items of a load plan as columns: whole tensors by number, and records only for what is cut."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,6 +15,7 @@ __all__ = ["ReadColumns", "ReadItems", "keys_of"]
 _NOWHERE = torch.Size([0])
 
 
+@dataclass(slots=True, eq=False)
 class ReadColumns:
     """What one rank reads.
 
@@ -25,13 +27,10 @@ class ReadColumns:
             item's number. Every other item reads an object, or a tensor whole as it was saved.
     """
 
-    __slots__ = ("boxes", "directory", "keys", "rows")
-
-    def __init__(self, directory: Directory) -> None:
-        self.directory = directory
-        self.keys: list[str] = []
-        self.rows: list[int] = []
-        self.boxes: dict[int, ReadItem] = {}
+    directory: Directory
+    keys: list[str] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    boxes: dict[int, ReadItem] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.keys)

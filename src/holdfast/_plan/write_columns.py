@@ -6,6 +6,8 @@ two numbers, which refer to short lists: one of forms, one of offsets.
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +58,7 @@ class Form(NamedTuple):
         return made
 
 
+@dataclass(slots=True)
 class WriteColumns:
     """The items of one rank's plan.
 
@@ -70,17 +73,14 @@ class WriteColumns:
         nbytes: The size of those items that are not tensors and whose size is known, by the item's number.
     """
 
-    __slots__ = ("form", "forms", "hints", "keys", "kinds", "nbytes", "offset", "offsets")
-
-    def __init__(self) -> None:
-        self.keys: list[str] = []
-        self.kinds = bytearray()
-        self.form = array("i")
-        self.offset = array("i")
-        self.hints = array("i")
-        self.forms: list[Form] = []
-        self.offsets: list[torch.Size] = []
-        self.nbytes: dict[int, int] = {}
+    keys: list[str] = field(default_factory=list)
+    kinds: bytearray = field(default_factory=bytearray)
+    form: "array[int]" = field(default_factory=partial(array, "i"))
+    offset: "array[int]" = field(default_factory=partial(array, "i"))
+    hints: "array[int]" = field(default_factory=partial(array, "i"))
+    forms: list[Form] = field(default_factory=list)
+    offsets: list[torch.Size] = field(default_factory=list)
+    nbytes: dict[int, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -104,23 +104,20 @@ class WriteColumns:
 
     def take(self, numbers: Sequence[int]) -> "WriteColumns":
         """Some of the items, with lists of forms and offsets of their own, so that more can be added."""
-        taken = WriteColumns()
-        taken.keys = list(map(self.keys.__getitem__, numbers))
-        taken.kinds = bytearray(map(self.kinds.__getitem__, numbers))
-        taken.form = array("i", map(self.form.__getitem__, numbers))
-        taken.offset = array("i", map(self.offset.__getitem__, numbers))
-        taken.hints = array("i", map(self.hints.__getitem__, numbers))
-        taken.forms, taken.offsets = self.forms.copy(), self.offsets.copy()
-        if self.nbytes:
-            taken.nbytes = {at: self.nbytes[n] for at, n in enumerate(numbers) if n in self.nbytes}
-        return taken
+        return WriteColumns(
+            list(map(self.keys.__getitem__, numbers)),
+            bytearray(map(self.kinds.__getitem__, numbers)),
+            array("i", map(self.form.__getitem__, numbers)),
+            array("i", map(self.offset.__getitem__, numbers)),
+            array("i", map(self.hints.__getitem__, numbers)),
+            self.forms.copy(),
+            self.offsets.copy(),
+            {at: self.nbytes[n] for at, n in enumerate(numbers) if n in self.nbytes} if self.nbytes else {},
+        )
 
     def with_hints(self, hints: "array[int]") -> "WriteColumns":
         """The same items with other hints."""
-        same = WriteColumns()
-        same.keys, same.kinds, same.form, same.offset = self.keys, self.kinds, self.form, self.offset
-        same.forms, same.offsets, same.nbytes, same.hints = self.forms, self.offsets, self.nbytes, hints
-        return same
+        return replace(self, hints=hints)
 
     def items(self) -> Iterator[WriteItem]:
         """The items as records."""
@@ -137,13 +134,6 @@ class WriteColumns:
         chunk = ChunkStorageMetadata(offset, form.lengths)
         data = TensorWriteData(chunk, form.make_properties(), form.size)
         return WriteItem(MetadataIndex(key, offset, known_hint), _TYPES[self.kinds[number]], None, data)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, WriteColumns):
-            return NotImplemented
-        return all(getattr(self, name) == getattr(other, name) for name in self.__slots__)
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> Any:
         # Tuples: a torch.Size takes twice as long on the way.
@@ -170,12 +160,8 @@ def _as_received(
     offsets: list[tuple[int, ...]],
     nbytes: dict[int, int],
 ) -> WriteColumns:
-    made = WriteColumns()
-    made.keys, made.forms = unpack(keys, list), unpack(forms, _make_forms)
-    made.kinds, made.form, made.offset, made.hints = columns
-    made.offsets = list(map(torch.Size, offsets))
-    made.nbytes = nbytes
-    return made
+    sizes = list(map(torch.Size, offsets))
+    return WriteColumns(unpack(keys, list), *columns, unpack(forms, _make_forms), sizes, nbytes)
 
 
 class WriteItems(DeferredList[WriteItem]):
