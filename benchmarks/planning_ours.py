@@ -9,7 +9,7 @@ from benchmarks.planning_fleet import Fleet
 from benchmarks.planning_stages import SAMPLED_RANKS, Stages
 from holdfast import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from holdfast._collector import paused_collector
-from holdfast._plan.write_lines import columns_of
+from holdfast._plan.write_columns import columns_of
 from holdfast._storage.results import Notes, Results
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, SavePlan, SavePlanner
@@ -88,7 +88,7 @@ def results_of(plan: SavePlan) -> Results:
     columns, notes, count = columns_of(plan), Notes(), len(plan.items)
     notes.keys = columns.keys
     notes.offset, notes.hint, notes.file = list(columns.offset), list(columns.hints), [0] * count
-    notes.payload_nbytes = columns.line_nbytes()
+    notes.payload_nbytes = columns.item_nbytes()
     notes.payload_start = [448] * count
     notes.nbytes = notes.raw_nbytes = [size + 448 + 320 for size in notes.payload_nbytes]
     notes.start = [1 << 20 | number << 12 for number in range(count)]

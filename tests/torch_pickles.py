@@ -6,7 +6,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
-from holdfast._format.torch_pickle_emitter import Emitter, encode_int
+from holdfast._format.pickle_opcodes import encode_int
+from holdfast._format.torch_pickle_emitter import Emitter
 from holdfast._format.torch_pickle_records import Ints, TorchObject, TorchTensor
 
 __all__ = ["StorageRow", "iter_torch_metadata", "write_torch_metadata"]

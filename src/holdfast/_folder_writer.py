@@ -17,7 +17,7 @@ from holdfast._foreign import our_save_planner, to_ours, to_torch
 from holdfast._format.metadata_file import FILE_NAME
 from holdfast._io.local import LocalStore
 from holdfast._io.store import ByteStore, Claim
-from holdfast._plan.entries import directory_of
+from holdfast._plan.metadata_entries import directory_of
 from holdfast._storage.committed import CommittedMetadata
 from holdfast._storage.metadata_writing import VERSION, make_manifest
 from holdfast._storage.results import result_columns

@@ -35,8 +35,8 @@ class ChunkStorageMetadata:
     sizes: torch.Size
 
 
-# torch.memory_format does not pickle on every torch that we support; its name does.
-_MEMORY_FORMATS = {
+# By name, because torch.memory_format does not pickle on every torch that we support.
+MEMORY_FORMATS = {
     str(memory_format).removeprefix("torch."): memory_format
     for memory_format in (
         torch.contiguous_format,
@@ -71,7 +71,7 @@ class TensorProperties:
 
     def __setstate__(self, state: tuple[torch.dtype, torch.layout, bool, str, bool]) -> None:
         self.dtype, self.layout, self.requires_grad, name, self.pin_memory = state
-        self.memory_format = _MEMORY_FORMATS[name]
+        self.memory_format = MEMORY_FORMATS[name]
 
     @staticmethod
     def create_from_tensor(tensor: torch.Tensor) -> "TensorProperties":
@@ -114,7 +114,7 @@ STATE_DICT_TYPE: TypeAlias = dict[str, StatefulT | Any]
 
 @dataclass
 class StorageMeta:
-    """What a storage tells the planner and the checkpoint about itself.
+    """What a storage says about itself, to the planner and in the checkpoint.
 
     Attributes:
         checkpoint_id: The place of the checkpoint, as the caller named it.
@@ -160,7 +160,7 @@ class MetadataIndex:
         fqn: The flat key.
         offset: Where the chunk begins in the tensor; None for the whole tensor and for other values.
         index: Where the chunk stands in the tensor's list of chunks, so that a search can look there
-            first. It may be wrong or missing; who uses it checks and falls back to a search.
+            first. It may be wrong or missing: check what is there, and fall back to a search.
     """
 
     fqn: str

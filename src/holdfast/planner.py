@@ -49,7 +49,7 @@ class LoadItemType(Enum):
 
 @dataclass(frozen=True)
 class BytesIOWriteData:
-    """How many bytes a value that is not a tensor takes, where that is known before it is written."""
+    """The size of a value that is not a tensor, if it is known before the value is written."""
 
     nbytes: int
 
@@ -190,11 +190,11 @@ class SavePlanner(abc.ABC):
     ======================  ===============  =========================================================
     call                    on               purpose
     ======================  ===============  =========================================================
-    ``set_up_planner``      every rank       here is the state; a new save begins
-    ``create_local_plan``   every rank       what this rank has to offer
-    ``create_global_plan``  the coordinator  what each rank shall write, and the checkpoint's metadata
-    ``finish_plan``         every rank       this is what you shall write; last chance to adjust
-    ``resolve_data``        every rank       the bytes of one item, please; often, from several threads
+    ``set_up_planner``      every rank       a new save begins; receives the state
+    ``create_local_plan``   every rank       returns what this rank can write
+    ``create_global_plan``  the coordinator  returns what each rank must write, and the metadata
+    ``finish_plan``         every rank       receives what this rank must write; may still reorder it
+    ``resolve_data``        every rank       returns the data of one item; many calls, several threads
     ======================  ===============  =========================================================
 
     Before each call the previous one has returned on every rank that it was made on. If a call raises
@@ -270,15 +270,15 @@ class SavePlanner(abc.ABC):
 
     @abc.abstractmethod
     def create_local_plan(self) -> SavePlan:
-        """Offer what this rank could write; called on every rank.
+        """Return what this rank can write; called on every rank.
 
-        Values that several ranks hold alike are offered by all of them: the global plan keeps one.
+        Values that several ranks hold alike are in the plans of all of them: the global plan keeps one.
         Copies no data and moves none between devices.
         """
 
     @abc.abstractmethod
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Turn all ranks' offers into what each shall write; called on the coordinator only.
+        """Turn what ranks can write into what each must write; called on the coordinator only.
 
         Args:
             all_plans: The local plans in rank order.
@@ -320,13 +320,13 @@ class LoadPlanner:
     ======================  ===============  =========================================================
     call                    on               purpose
     ======================  ===============  =========================================================
-    ``set_up_planner``      every rank       here are the state and the checkpoint's metadata
-    ``create_local_plan``   every rank       what this rank needs
-    ``create_global_plan``  the coordinator  a look at all ranks' needs together
-    ``finish_plan``         every rank       this is what you shall read; last chance to adjust
-    ``load_bytes``          every rank       here is a value that is not a tensor
-    ``resolve_tensor``      every rank       where shall this box of a tensor go?
-    ``commit_tensor``       every rank       it is there now; once after each ``resolve_tensor``
+    ``set_up_planner``      every rank       a load begins; receives the state and the metadata
+    ``create_local_plan``   every rank       returns what this rank needs to read
+    ``create_global_plan``  the coordinator  may change all ranks' plans together
+    ``finish_plan``         every rank       receives what this rank must read; may still change it
+    ``load_bytes``          every rank       receives a value that is not a tensor
+    ``resolve_tensor``      every rank       returns the memory that a box of a tensor is read into
+    ``commit_tensor``       every rank       the box is there now; once after each ``resolve_tensor``
     ======================  ===============  =========================================================
 
     The last three come in any order among items and may come from several threads at once, but never
@@ -354,8 +354,9 @@ class LoadPlanner:
             def finish_plan(self, central_plan):
                 for item in central_plan.items:
                     key = item.dest_index.fqn
-                    if getattr(self.state_dict[key], "is_meta", False):
-                        self.put(key, torch.empty_like(self.state_dict[key], device="cpu"))
+                    value = self.state_dict[key]
+                    if isinstance(value, torch.Tensor) and value.is_meta:
+                        self.put(key, torch.empty_like(value, device="cpu"))
                 return super().finish_plan(central_plan)
 
     The class is not abstract, as torch's is not: what a subclass leaves out fails when it is called.
@@ -379,11 +380,11 @@ class LoadPlanner:
         raise self._left_out("set_up_planner")
 
     def create_local_plan(self) -> LoadPlan:
-        """Say what this rank needs; called on every rank. Reads no data and changes nothing."""
+        """Return what this rank needs to read; called on every rank. Reads no data, changes nothing."""
         raise self._left_out("create_local_plan")
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """See all ranks' plans in rank order and return one for each; called on the coordinator only."""
+        """Take all ranks' plans in rank order and return one for each rank; on the coordinator only."""
         raise self._left_out("create_global_plan")
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
@@ -399,7 +400,7 @@ class LoadPlanner:
         raise self._left_out("load_bytes")
 
     def resolve_bytes(self, read_item: ReadItem) -> io.BytesIO:
-        """Return the stream that the storage shall fill for ``read_item``; only some storages ask."""
+        """Return the stream that the storage must fill for ``read_item``; only some storages call this."""
         raise self._left_out("resolve_bytes")
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:

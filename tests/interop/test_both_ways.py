@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as torch_checkpoint
 from torch.distributed.checkpoint._extension import ZStandard as TorchZStandard
 
 import holdfast as hf
-from holdfast._format.torch_item import TYPED_STORAGES, UNTYPED_DTYPES
+from holdfast._format import dtypes
 from holdfast.extension import ZStandard
 
 # Its types say that it exports nothing.
@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
 ]
 
-DTYPES = [name for name in (*TYPED_STORAGES, *sorted(UNTYPED_DTYPES)) if hasattr(torch, name)]
+DTYPES = [name for name, dtype in dtypes.DTYPES.items() if dtype.storage and hasattr(torch, name)]
 
 
 # Waiting for the disk is most of the time of these small saves, and nothing here depends on it.

@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast._objects.fingerprint import fingerprint
-from holdfast._tensors.fingerprint import SMALL, fingerprint_tensor
+from holdfast._tensors.tensor_fingerprint import SMALL, fingerprint_tensor
 
 
 class Color(enum.Enum):

@@ -266,9 +266,9 @@ def fleets_of_lines(draw: st.DrawFn) -> list[list[WriteItem]]:
 
 def as_columns(lines: list[WriteItem]) -> SavePlan:
     """A plan of these lines that nobody has looked at, as it comes from a rank."""
-    from holdfast._plan.write_lines import WriteLines, columns_of  # noqa: PLC0415 - made by planners only
+    from holdfast._plan.write_columns import WriteItems, columns_of  # noqa: PLC0415 - made by planners only
 
-    return SavePlan(WriteLines(columns_of(SavePlan(lines))))
+    return SavePlan(WriteItems(columns_of(SavePlan(lines))))
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
-from holdfast._plan.structure import flatten, unflatten
+from holdfast._plan.flatten import flatten, unflatten
 from holdfast.errors import PlanError, UsageError
 from holdfast.state_dict_loader import _load_state_dict_from_keys
 

@@ -459,6 +459,48 @@ def test_one_large_tuple_of_arguments_used_many_times_is_refused() -> None:
         read_torch_metadata(b"\x80\x04" + arguments + b"cpathlib\nPosixPath\nh\x00R0" * 10_000 + b"N.")
 
 
+def test_one_list_of_chunks_given_to_many_keys_is_refused() -> None:
+    def named(name: bytes) -> bytes:
+        return b"ctorch.distributed.checkpoint.metadata\n" + name + b"\n"
+
+    def size(number: int) -> bytes:
+        return b"ctorch\nSize\nK%c\x85\x85R" % number
+
+    layout = b"ctorch.serialization\n_get_layout\n" + short(b"torch.strided") + b"\x85R"
+    memory_format = named(b"_MEM_FORMAT_ENCODING") + b"K\0\x85R"
+    properties = named(b"TensorProperties") + b")\x81(ctorch\nfloat32\n" + layout + b"\x89" + memory_format
+    chunk = named(b"ChunkStorageMetadata") + size(0) + size(1) + b"\x86R\x940"
+    tensor = named(b"TensorStorageMetadata") + properties + b"\x89tb" + size(1)
+    tensor += b"](" + b"h\0" * 20_000 + b"e\x87R\x940"
+    keys = b"".join(short(b"%d" % number) + b"h\1" for number in range(20_000))
+    metadata = named(b"Metadata") + b")\x81}(" + short(b"state_dict_metadata") + b"}(" + keys + b"uub."
+    with pytest.raises(MetadataFormatError, match="more members than"):
+        read_torch_metadata(b"\x80\x04" + chunk + tensor + metadata)
+
+
+def test_one_list_of_transforms_given_to_many_items_is_refused() -> None:
+    transforms = b"](" + short(b"zstd") * 20_000 + b"e\x940"
+    info = (
+        b"ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n)\x81}("
+        + short(b"relative_path")
+        + short(b"f")
+    )
+    info += (
+        short(b"offset")
+        + b"K\0"
+        + short(b"length")
+        + b"K\1"
+        + short(b"transform_descriptors")
+        + b"h\0ub\x940"
+    )
+    index = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n)\x81}(" + short(b"fqn")
+    rows = b"".join(index + short(b"%d" % number) + b"ubh\1" for number in range(20_000))
+    metadata = b"ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}("
+    metadata += short(b"state_dict_metadata") + b"}" + short(b"storage_data") + b"}(" + rows + b"uub."
+    with pytest.raises(MetadataFormatError, match="more members than"):
+        read_torch_metadata(b"\x80\x04" + transforms + info + metadata)
+
+
 # What is refused because no checkpoint has it.
 
 

@@ -4,7 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 
-from holdfast._plan.write_lines import columns_of, is_open
+from holdfast._plan.write_columns import columns_of, is_open
 from holdfast._storage.results import Results
 from holdfast.errors import IncompleteWriteError
 from holdfast.planner import SavePlan

@@ -8,7 +8,7 @@ from holdfast._engine.ports import SavePlannerPort, WriterPort
 from holdfast._engine.replica_check import Holders, Replicas, differ
 from holdfast._engine.result_check import check_counts, check_results
 from holdfast._io.progress import ProgressTracker
-from holdfast._plan.write_lines import columns_of
+from holdfast._plan.write_columns import columns_of
 from holdfast._ranks.exchange import Exchange
 from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan
@@ -91,7 +91,7 @@ def _run(
     def write() -> list[WriteResult]:
         final = planner.finish_plan(plan)
         if context.progress.is_watched:
-            context.progress.begin(sum(columns_of(final).line_nbytes()))
+            context.progress.begin(sum(columns_of(final).item_nbytes()))
         results = writer.write(final, planner)
         context.progress.end()
         check_results(final, results, rank=exchange.rank)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from holdfast._plan.structure import true_key
+from holdfast._plan.flatten import containers_of, true_key
 from holdfast.metadata import Metadata
 from holdfast.per_rank import PerRank, rank_key
 
@@ -87,7 +87,7 @@ def saved_places(metadata: Metadata) -> dict[str, SavedByRank]:
         if "@rank-" in key:
             note(key, paths.get(key))
     # The value of a rank may be an empty dict, which has no key.
-    for path in getattr(paths, "containers", {}):
+    for path in containers_of(paths):
         note(flat(path), path)
     return places
 

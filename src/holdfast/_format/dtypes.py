@@ -1,10 +1,14 @@
-"""The dtypes of torch by name, with the size and the kind of their elements, without torch."""
+"""The dtypes of torch by name, without torch: their sizes, and how torch stores a tensor of each.
 
-from typing import Literal, NamedTuple, TypeAlias
+A new dtype of torch is one line here.
+"""
 
-__all__ = ["DTYPES", "Dtype", "DtypeKind"]
+from typing import NamedTuple
 
-DtypeKind: TypeAlias = Literal["float", "int", "uint", "complex", "bool", "quantized", "bits"]
+__all__ = ["DTYPES", "TYPED_STORAGES", "UNTYPED_STORAGE", "Dtype"]
+
+UNTYPED_STORAGE = "UntypedStorage"
+"""The class of storages that do not say the dtype of their elements."""
 
 
 class Dtype(NamedTuple):
@@ -12,55 +16,54 @@ class Dtype(NamedTuple):
 
     Attributes:
         itemsize: What ``torch.dtype.itemsize`` says.
-        kind: Values of one kind can be cast into each other without changing what they mean.
-        nbytes: Bytes that one element takes in a storage; None where several share a byte, in which case
-            the bytes of a tensor cannot be found by multiplication.
+        storage: The class of the storage that torch saves: one that implies the dtype, or
+            ``UNTYPED_STORAGE``, beside which the dtype is named. None where torch cannot load what it saves.
     """
 
     itemsize: int
-    kind: DtypeKind
-    nbytes: int | None
-
-
-def _plain(itemsize: int, kind: DtypeKind) -> Dtype:
-    return Dtype(itemsize, kind, itemsize)
+    storage: str | None = None
 
 
 DTYPES: dict[str, Dtype] = {
-    "bool": _plain(1, "bool"),
-    "uint8": _plain(1, "uint"),
-    "uint16": _plain(2, "uint"),
-    "uint32": _plain(4, "uint"),
-    "uint64": _plain(8, "uint"),
-    "int8": _plain(1, "int"),
-    "int16": _plain(2, "int"),
-    "int32": _plain(4, "int"),
-    "int64": _plain(8, "int"),
-    "float16": _plain(2, "float"),
-    "bfloat16": _plain(2, "float"),
-    "float32": _plain(4, "float"),
-    "float64": _plain(8, "float"),
-    "float8_e4m3fn": _plain(1, "float"),
-    "float8_e4m3fnuz": _plain(1, "float"),
-    "float8_e5m2": _plain(1, "float"),
-    "float8_e5m2fnuz": _plain(1, "float"),
-    "float8_e8m0fnu": _plain(1, "float"),
+    "bool": Dtype(1, "BoolStorage"),
+    "uint8": Dtype(1, "ByteStorage"),
+    "uint16": Dtype(2, UNTYPED_STORAGE),
+    "uint32": Dtype(4, UNTYPED_STORAGE),
+    "uint64": Dtype(8, UNTYPED_STORAGE),
+    "int8": Dtype(1, "CharStorage"),
+    "int16": Dtype(2, "ShortStorage"),
+    "int32": Dtype(4, "IntStorage"),
+    "int64": Dtype(8, "LongStorage"),
+    "float16": Dtype(2, "HalfStorage"),
+    "bfloat16": Dtype(2, "BFloat16Storage"),
+    "float32": Dtype(4, "FloatStorage"),
+    "float64": Dtype(8, "DoubleStorage"),
+    "float8_e4m3fn": Dtype(1, UNTYPED_STORAGE),
+    "float8_e4m3fnuz": Dtype(1, UNTYPED_STORAGE),
+    "float8_e5m2": Dtype(1, UNTYPED_STORAGE),
+    "float8_e5m2fnuz": Dtype(1, UNTYPED_STORAGE),
+    "float8_e8m0fnu": Dtype(1, UNTYPED_STORAGE),
     # Two numbers, but torch counts the pair as one element.
-    "float4_e2m1fn_x2": _plain(1, "float"),
-    "complex32": _plain(4, "complex"),
-    "complex64": _plain(8, "complex"),
-    "complex128": _plain(16, "complex"),
-    "qint8": _plain(1, "quantized"),
-    "qint32": _plain(4, "quantized"),
-    "quint8": _plain(1, "quantized"),
-    "quint4x2": Dtype(1, "quantized", None),
-    "quint2x4": Dtype(1, "quantized", None),
-    "bits8": _plain(1, "bits"),
-    "bits16": _plain(2, "bits"),
-    "bits1x8": _plain(1, "bits"),
-    "bits2x4": _plain(1, "bits"),
-    "bits4x2": _plain(1, "bits"),
+    "float4_e2m1fn_x2": Dtype(1, UNTYPED_STORAGE),
+    "complex32": Dtype(4, UNTYPED_STORAGE),
+    "complex64": Dtype(8, "ComplexFloatStorage"),
+    "complex128": Dtype(16, "ComplexDoubleStorage"),
+    "qint8": Dtype(1),
+    "qint32": Dtype(4),
+    "quint8": Dtype(1),
+    "quint4x2": Dtype(1),
+    "quint2x4": Dtype(1),
+    "bits8": Dtype(1, UNTYPED_STORAGE),
+    "bits16": Dtype(2, UNTYPED_STORAGE),
+    "bits1x8": Dtype(1, UNTYPED_STORAGE),
+    "bits2x4": Dtype(1, UNTYPED_STORAGE),
+    "bits4x2": Dtype(1, UNTYPED_STORAGE),
     # Narrow integers take a whole byte each.
-    **{f"int{width}": _plain(1, "int") for width in range(1, 8)},
-    **{f"uint{width}": _plain(1, "uint") for width in range(1, 8)},
+    **{f"int{width}": Dtype(1) for width in range(1, 8)},
+    **{f"uint{width}": Dtype(1) for width in range(1, 8)},
 }
+
+TYPED_STORAGES = {
+    name: dtype.storage for name, dtype in DTYPES.items() if dtype.storage not in (None, UNTYPED_STORAGE)
+}
+"""The dtypes that torch saves with a storage class that implies them, with that class."""

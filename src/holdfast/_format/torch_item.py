@@ -16,13 +16,14 @@ import struct
 import zlib
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
 
-from holdfast._format.dtypes import DTYPES
+from holdfast._format.dtypes import DTYPES, UNTYPED_STORAGE
+from holdfast._format.pickle_opcodes import encode_int, encode_ints
+from holdfast._format.torch_item_zip import CENTRAL, END, FLAG_DESCRIPTOR, LOCAL, UNSET
 from holdfast._geometry import row_major_strides, volume
 from holdfast.errors import UsageError
 
-__all__ = ["TYPED_STORAGES", "UNTYPED_DTYPES", "ItemFrame", "bytes_item", "tensor_item"]
+__all__ = ["ItemFrame", "bytes_item", "tensor_item"]
 
 # One cache line, and what torch itself keeps; a page where direct reads and memory maps want one. Half a
 # page of padding is under 0.4 % of what it is paid for.
@@ -34,42 +35,7 @@ LARGE_FROM = 1024 * 1024
 # so below this no offset in the archive can reach 4 GiB.
 WIDE_FROM = 2**32 - 2**17
 
-TYPED_STORAGES = {
-    "bool": "BoolStorage",
-    "uint8": "ByteStorage",
-    "int8": "CharStorage",
-    "int16": "ShortStorage",
-    "int32": "IntStorage",
-    "int64": "LongStorage",
-    "float16": "HalfStorage",
-    "bfloat16": "BFloat16Storage",
-    "float32": "FloatStorage",
-    "float64": "DoubleStorage",
-    "complex64": "ComplexFloatStorage",
-    "complex128": "ComplexDoubleStorage",
-}
-"""The dtypes that torch saves with a storage class that implies them."""
-
-UNTYPED_DTYPES = frozenset(
-    f"{family}{width}"
-    for family, widths in {
-        "uint": ("16", "32", "64"),
-        "complex": ("32",),
-        "float8_": ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu"),
-        "float4_": ("e2m1fn_x2",),
-        "bits": ("8", "16", "1x8", "2x4", "4x2"),
-    }.items()
-    for width in widths
-)
-"""The dtypes that torch saves as untyped bytes, with the dtype named beside them."""
-
-_LOCAL = struct.Struct("<4s5H3L2H")
-_CENTRAL = struct.Struct("<4s6H3L5H2L")
-_END = struct.Struct("<4s4H2LH")
 _WIDE_END = struct.Struct("<4sQ2H2L4Q4sLQL")
-_UNSET = 0xFFFFFFFF
-# The checksum and sizes of the record stand behind it.
-_FLAG_DESCRIPTOR = 0x0008
 _DATE = 0x0021  # the first day that the format can express
 # "HF", in the range that the zip specification leaves to anyone.
 _PADDING_ID = b"HF"
@@ -111,18 +77,16 @@ class ItemFrame:
         lead = directory = b""
         for record_name, content in records:
             facts = (0, 0, 0, _DATE, zlib.crc32(content), len(content), len(content), len(record_name))
-            directory += _CENTRAL.pack(b"PK\1\2", 45, 20, *facts, 0, 0, 0, 0, 0, len(lead)) + record_name
-            lead += _LOCAL.pack(b"PK\3\4", 20, *facts, 0) + record_name + content
-        version, size = (45, _UNSET) if wide else (20, nbytes)
+            directory += CENTRAL.pack(b"PK\1\2", 45, 20, *facts, 0, 0, 0, 0, 0, len(lead)) + record_name
+            lead += LOCAL.pack(b"PK\3\4", 20, *facts, 0) + record_name + content
+        version, size = (45, UNSET) if wide else (20, nbytes)
         extra = struct.pack("<2H2Q", 1, 16, nbytes, nbytes) if wide else b""
-        header = _LOCAL.pack(b"PK\3\4", version, _FLAG_DESCRIPTOR, 0, 0, _DATE, 0, 0, 0, len(name), 0)
+        header = LOCAL.pack(b"PK\3\4", version, FLAG_DESCRIPTOR, 0, 0, _DATE, 0, 0, 0, len(name), 0)
         if wide:
             # Says that the sizes behind the record are 64 bits wide; they are given there, like the others.
-            header = header[:18] + struct.pack("<2L", _UNSET, _UNSET) + header[26:]
-        facts = (_FLAG_DESCRIPTOR, 0, 0, _DATE, 0, size, size, len(name))
-        entry = (
-            _CENTRAL.pack(b"PK\1\2", 45, version, *facts, len(extra), 0, 0, 0, 0, len(lead)) + name + extra
-        )
+            header = header[:18] + struct.pack("<2L", UNSET, UNSET) + header[26:]
+        facts = (FLAG_DESCRIPTOR, 0, 0, _DATE, 0, size, size, len(name))
+        entry = CENTRAL.pack(b"PK\1\2", 45, version, *facts, len(extra), 0, 0, 0, 0, len(lead)) + name + extra
         # The CRC-32 goes between the two parts, see tail().
         self._directory = directory + entry[:16], entry[20:]
         self._end = len(records) + 1, len(directory) + len(entry)
@@ -133,7 +97,7 @@ class ItemFrame:
         self._unpadded = len(self._lead) + 2 + len(self._header) + len(before)
         self._before, self._after, self._combine, self._wide = before, after, combine, wide
         self.payload_nbytes = payload_nbytes
-        end_nbytes = _END.size + (_WIDE_END.size if wide else 0)
+        end_nbytes = END.size + (_WIDE_END.size if wide else 0)
         self.tail_nbytes = len(after) + 8 + len(self._descriptor) + self._end[1] + end_nbytes
 
     def payload_offset(self, position: int) -> int:
@@ -175,9 +139,9 @@ class ItemFrame:
             facts = (count, count, directory_nbytes, directory_at)
             end_at = directory_at + directory_nbytes
             end = _WIDE_END.pack(b"PK\6\6", 44, 45, 45, 0, 0, *facts, b"PK\6\7", 0, end_at, 1)
-            directory_at = _UNSET
+            directory_at = UNSET
         first, second = self._directory
-        end += _END.pack(b"PK\5\6", 0, 0, count, count, directory_nbytes, directory_at, 0)
+        end += END.pack(b"PK\5\6", 0, 0, count, count, directory_nbytes, directory_at, 0)
         return self._after + b"PK\7\x08", self._descriptor + first, second + end
 
 
@@ -212,60 +176,32 @@ def bytes_item(
     )
 
 
-class _Opening(NamedTuple):
-    before: bytes
-    after: bytes
-    counts_bytes: bool
-
-
 @lru_cache(maxsize=64)
-def _opening(dtype: str) -> _Opening:
-    """The parts of a tensor's pickle that depend on its dtype alone."""
-    storage = TYPED_STORAGES.get(dtype)
-    if storage is None and dtype not in UNTYPED_DTYPES:
+def _around_numbers(dtype: str) -> tuple[bytes, bytes]:
+    """The parts of a tensor's pickle before and after its numbers, which depend on the dtype alone."""
+    storage = DTYPES[dtype].storage if dtype in DTYPES else None
+    if storage is None:
         raise UsageError(
             f"Tensors of dtype {dtype} cannot be stored: torch.load has no storage for them. "
             "Save a tensor of another dtype that holds the same bytes, such as uint8.",
             found=dtype,
         )
-    rebuild, place = ("2", f"torch\n{storage}") if storage else ("3", "torch.storage\nUntypedStorage")
+    is_untyped = storage == UNTYPED_STORAGE
+    rebuild, module = ("3", "torch.storage") if is_untyped else ("2", "torch")
     before = (
-        f"\x02ctorch._utils\n_rebuild_tensor_v{rebuild}\n((X\7\0\0\0storagec{place}\nX\1\0\0\x000X\3\0\0\0cpu"
+        f"\x02ctorch._utils\n_rebuild_tensor_v{rebuild}\n((X\7\0\0\0storagec{module}\n{storage}\n"
+        "X\1\0\0\x000X\3\0\0\0cpu"
     )
     # No gradient, and a dict of no hooks; the dtype where the storage does not tell.
-    after = (
-        b"\x89ccollections\nOrderedDict\n)R" + (b"" if storage else f"ctorch\n{dtype}\n".encode()) + b"tR."
-    )
-    return _Opening(b"\x80" + before.encode(), after, storage is None)
+    named = f"ctorch\n{dtype}\n" if is_untyped else ""
+    return b"\x80" + before.encode(), b"\x89ccollections\nOrderedDict\n)R" + named.encode() + b"tR."
 
 
 def _tensor_pickle(dtype: str, shape: tuple[int, ...]) -> bytes:
     """What torch's pickler writes for the tensor, without the memo that nothing refers to."""
-    before, after, counts_bytes = _opening(dtype)
-    count = volume(shape) * (DTYPES[dtype].itemsize if counts_bytes else 1)
+    before, after = _around_numbers(dtype)
+    # An untyped storage counts bytes.
+    count = volume(shape) * (DTYPES[dtype].itemsize if DTYPES[dtype].storage == UNTYPED_STORAGE else 1)
     # The storage is complete; the tensor starts at its element 0.
-    parts = (
-        before,
-        _pickle_int(count),
-        b"tQK\0",
-        _pickle_ints(shape),
-        _pickle_ints(row_major_strides(shape)),
-    )
-    return b"".join(parts) + after
-
-
-def _pickle_ints(values: tuple[int, ...]) -> bytes:
-    body = b"".join(map(_pickle_int, values))
-    return body + (b")", b"\x85", b"\x86", b"\x87")[len(values)] if len(values) < 4 else b"(" + body + b"t"
-
-
-def _pickle_int(value: int) -> bytes:
-    if value < 0x100:
-        return b"K" + value.to_bytes(1, "little")
-    if value < 0x10000:
-        return b"M" + value.to_bytes(2, "little")
-    if value < 0x80000000:
-        return b"J" + value.to_bytes(4, "little")
-    # LONG1 is signed: one bit more than the number has.
-    width = value.bit_length() // 8 + 1
-    return b"\x8a" + bytes([width]) + value.to_bytes(width, "little")
+    strides = row_major_strides(shape)
+    return b"".join((before, encode_int(count), b"tQK\0", encode_ints(shape), encode_ints(strides), after))

@@ -11,16 +11,18 @@ from typing import NamedTuple, NoReturn
 
 from holdfast.errors import ChecksumError, IntegrityError, TruncatedFileError
 
-__all__ = ["Archive", "ArchiveRecord"]
+__all__ = ["CENTRAL", "END", "FLAG_DESCRIPTOR", "LOCAL", "UNSET", "Archive", "ArchiveRecord"]
 
-_LOCAL = struct.Struct("<4s5H3L2H")
-_CENTRAL = struct.Struct("<4s6H3L5H2L")
-_END = struct.Struct("<4s4H2LH")
+# The header of a record, its entry in the directory, and the end of the directory.
+LOCAL = struct.Struct("<4s5H3L2H")
+CENTRAL = struct.Struct("<4s6H3L5H2L")
+END = struct.Struct("<4s4H2LH")
 _WIDE_LOCATOR = struct.Struct("<4sLQL")
 _WIDE_END = struct.Struct("<4sQ2H2L4Q")
-_UNSET = 0xFFFFFFFF
+UNSET = 0xFFFFFFFF
 _FLAG_ENCRYPTED = 0x0001
-_FLAG_DESCRIPTOR = 0x0008
+# The checksum and sizes of the record stand behind it.
+FLAG_DESCRIPTOR = 0x0008
 
 # What stands after the payload in an item of torch takes about 850 bytes, and what stands before it 700.
 _WINDOW = 1280
@@ -125,17 +127,17 @@ class Archive:
         The header before the content and what stands behind it must both agree with the directory, so
         that no single wrong byte can move the content.
         """
-        header = self.take(record.header_at, _LOCAL.size)
-        signature, _, flags, _, _, _, *sizes, name_nbytes, extra_nbytes = _LOCAL.unpack(header)
+        header = self.take(record.header_at, LOCAL.size)
+        signature, _, flags, _, _, _, *sizes, name_nbytes, extra_nbytes = LOCAL.unpack(header)
         name = record.name.encode()
         if (signature, flags, name_nbytes) != (b"PK\3\4", record.flags, len(name)) or name != self.take(
-            record.header_at + _LOCAL.size, len(name)
+            record.header_at + LOCAL.size, len(name)
         ):
             self.damaged(f"the header of record {record.name} is not at byte {record.header_at}")
-        start = record.header_at + _LOCAL.size + len(name) + int(extra_nbytes)
+        start = record.header_at + LOCAL.size + len(name) + int(extra_nbytes)
         if start + record.nbytes > self._directory_at:
             self.damaged(f"record {record.name} of {record.nbytes} bytes reaches into the directory")
-        if flags & _FLAG_DESCRIPTOR:
+        if flags & FLAG_DESCRIPTOR:
             agrees = self._agrees_with_descriptor(record, start + record.nbytes)
         else:
             agrees = sizes == [record.crc32, record.nbytes, record.nbytes]
@@ -150,18 +152,18 @@ class Archive:
         wide = struct.pack("<4sLQQ", b"PK\7\x08", record.crc32, record.nbytes, record.nbytes)
         if at + len(wide) <= self._nbytes and self.take(at, len(wide)) == wide:
             return True
-        if record.nbytes >= _UNSET:
+        if record.nbytes >= UNSET:
             return False
         narrow = struct.pack("<4s3L", b"PK\7\x08", record.crc32, record.nbytes, record.nbytes)
         return at + len(narrow) <= self._nbytes and self.take(at, len(narrow)) == narrow
 
     def _read_directory(self) -> dict[str, ArchiveRecord]:
         """Every record, by its name without the archive's own; none if there are more than one tensor has."""
-        if self._nbytes < _END.size:
+        if self._nbytes < END.size:
             self.damaged(f"it has only {self._nbytes} bytes")
-        end_at = self._nbytes - _END.size
-        end = self.take(end_at, _END.size)
-        signature, _, _, _, count, nbytes, start, comment = _END.unpack(end)
+        end_at = self._nbytes - END.size
+        end = self.take(end_at, END.size)
+        signature, _, _, _, count, nbytes, start, comment = END.unpack(end)
         if signature != b"PK\5\6" or comment:
             self.damaged("it does not end with the end of a directory")
         if end_at >= _WIDE_LOCATOR.size and self.take(end_at - 20, 4) == b"PK\6\7":
@@ -172,7 +174,7 @@ class Archive:
             end_at = wide_at
             if signature != b"PK\6\6":
                 self.damaged("the end of the directory is not where it should be")
-        if start + nbytes != end_at or not 0 < count <= nbytes // _CENTRAL.size:
+        if start + nbytes != end_at or not 0 < count <= nbytes // CENTRAL.size:
             self.damaged(f"a directory of {count} records in {nbytes} bytes cannot be at byte {start}")
         self._directory_at = start
         if count > _MOST_RECORDS or nbytes > _LONGEST_DIRECTORY:
@@ -184,12 +186,12 @@ class Archive:
         at = 0
         prefix = ""
         for _ in range(count):
-            if at + _CENTRAL.size > len(directory):
+            if at + CENTRAL.size > len(directory):
                 self.damaged("the directory ends too early")
-            fields = _CENTRAL.unpack_from(directory, at)
+            fields = CENTRAL.unpack_from(directory, at)
             signature, _, _, flags, method, _, _, crc32, stored, nbytes, *lengths, _, _, _, header_at = fields
             name_nbytes, extra_nbytes, comment_nbytes = lengths
-            at += _CENTRAL.size
+            at += CENTRAL.size
             name = directory[at : at + name_nbytes].decode("ascii", "replace")
             extra = directory[at + name_nbytes : at + name_nbytes + extra_nbytes]
             at += name_nbytes + extra_nbytes + comment_nbytes
@@ -208,7 +210,7 @@ class Archive:
 
     def _widen(self, extra: bytes, *fields: int) -> list[int]:
         """Replace the fields that do not fit 32 bits by the 64-bit ones in the entry's extra part."""
-        if _UNSET not in fields:
+        if UNSET not in fields:
             return list(fields)
         at = 0
         while at + 4 <= len(extra):
@@ -218,6 +220,6 @@ class Archive:
                 wide = iter(
                     [int.from_bytes(values[i : i + 8], "little") for i in range(0, len(values) - 7, 8)]
                 )
-                return [next(wide, field) if field == _UNSET else field for field in fields]
+                return [next(wide, field) if field == UNSET else field for field in fields]
             at += 4 + length
         return list(fields)

@@ -1,13 +1,13 @@
 """Reads torch's ``.metadata`` pickles into checked, torch-free records, without running anything in them."""
 
-import struct
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 from holdfast._format.dtypes import DTYPES
-from holdfast._format.torch_pickle_machine import Machine
+from holdfast._format.torch_pickle_machine import DAMAGE, Machine
 from holdfast._format.torch_pickle_names import (
+    ALLOWED,
     CHUNK,
     INDEX,
     METADATA,
@@ -33,6 +33,7 @@ from holdfast._format.torch_pickle_records import (
     TorchStorageMeta,
     TorchTensor,
 )
+from holdfast._format.torch_pickle_rows import Rows
 from holdfast.errors import IntegrityError, MetadataFormatError, UnsafeMetadataError
 
 __all__ = ["read_plain_pickle", "read_torch_metadata"]
@@ -45,18 +46,6 @@ _SCALARS = frozenset({str, int, bool, float, bytes, bytearray, type(None)})
 _SEQUENCES = frozenset({list, tuple, set, frozenset})
 _MAPPINGS = frozenset({dict, OrderedDict})
 _AN_OBJECT = TorchObject()
-
-# What the interpreter meets by chance in a damaged pickle: an empty stack, no such memo entry, bad UTF-8.
-_DAMAGE = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RecursionError,
-    TypeError,
-    ValueError,
-    struct.error,
-)
 
 
 def read_torch_metadata(data: bytes | memoryview, *, path: str = ".metadata") -> TorchMetadata:
@@ -93,11 +82,12 @@ def read_plain_pickle(data: bytes | memoryview, *, path: str) -> Any:
 
 def _read(data: bytes | memoryview, path: str, check: Callable[["_Checker", Any], _T]) -> _T:
     try:
-        machine = Machine(bytes(data), path)
-        return check(_Checker(path, len(data), machine.rows.checked_sizes), machine.run())
+        machine = Machine(bytes(data), path, ALLOWED)
+        machine.rows = rows = Rows(machine.data, machine.stack, machine.marks, machine.memo)
+        return check(_Checker(path, len(data), rows.checked_sizes), machine.run())
     except IntegrityError:
         raise
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise MetadataFormatError(
             f"{path} is not a pickle of plain data as torch writes it: {type(error).__name__}: {error}. The "
             "file is damaged, or something else wrote it.",
@@ -110,7 +100,7 @@ class _Checker:
 
     def __init__(self, path: str, size: int, checked_sizes: set[int]) -> None:
         self._path = path
-        self._size = size
+        self._size = self._uncharged = size
         self._checked_sizes = checked_sizes
         self._checked_paths: set[str] = set()
 
@@ -141,6 +131,7 @@ class _Checker:
         if nbytes >= _LIMIT:
             self._refuse(key, f"its shape {_shown(shape)} takes more than 2**63 bytes")
         chunks = self._typed(fields.get("chunks"), list, key, "chunks")
+        self._charge(key, len(chunks))
         return TorchTensor(properties, shape, [self._chunk(chunk, shape, key) for chunk in chunks])
 
     def _chunk(self, value: object, shape: Ints, key: str) -> Chunk:
@@ -162,6 +153,13 @@ class _Checker:
                     f"the chunk at {_shown(offsets)} of {_shown(lengths)} reaches outside {_shown(shape)}",
                 )
         return offsets, lengths
+
+    def _charge(self, key: str, count: int) -> None:
+        # In an honest pickle each member of a list takes a byte at least, and the list belongs to one record.
+        # Through the memo, one list could be given to every key, and be checked and copied for each.
+        self._uncharged -= count
+        if self._uncharged < 0:
+            self._refuse(key, "its lists have more members than a file of this size can hold")
 
     def _checked_dims(self, value: Any, key: str | None, name: str) -> Ints:
         if id(value) in self._checked_sizes:
@@ -213,8 +211,11 @@ class _Checker:
         if type(value) is not TorchStorage:
             fields = self._fields(value, STORAGE_INFO, key)
             descriptors = fields.get("transform_descriptors") or ()
-            if type(descriptors) not in (list, tuple) or not all(type(name) is str for name in descriptors):
-                self._refuse(key, "its transform_descriptors are not a list of str")
+            if type(descriptors) not in (list, tuple):
+                self._refuse(key, "its transform_descriptors are not a list")
+            self._charge(key, len(descriptors))
+            if not all(type(name) is str for name in descriptors):
+                self._refuse(key, "its transform_descriptors are not all str")
             value = TorchStorage(
                 self._typed(fields.get("relative_path"), str, key, "relative_path"),
                 self._typed(fields.get("offset"), int, key, "the offset in the file"),

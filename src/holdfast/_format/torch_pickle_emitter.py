@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from holdfast._format.dtypes import DTYPES
+from holdfast._format.pickle_opcodes import PACK_COUNT, encode_int, encode_ints, encode_tuple, tuple_opcodes
 from holdfast._format.torch_pickle_names import LAYOUTS, MEMORY_FORMATS
 from holdfast._format.torch_pickle_records import Ints, TorchProperties
 from holdfast.errors import UsageError
 
-__all__ = ["Emitter", "encode_int", "size_opcodes", "tuple_opcodes"]
+__all__ = ["Emitter", "size_opcodes"]
 
 _METADATA = b"torch.distributed.checkpoint.metadata"
 _GLOBALS = {
@@ -30,39 +31,20 @@ _GLOBALS = {
 _FIELDS = ("state_dict_metadata", "storage_data", "fqn", "index", "offset")
 _FORMAT_NUMBERS = {name: number for number, name in enumerate(MEMORY_FORMATS.values())}
 
-_BYTE_INTS = [b"K%c" % number for number in range(256)]
-_INT2 = struct.Struct("<cH").pack
-_INT4 = struct.Struct("<ci").pack
 _FLOAT = struct.Struct(">cd").pack
-_COUNT4 = struct.Struct("<cI").pack
 _COUNT8 = struct.Struct("<cQ").pack
-_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
-
-
-def encode_int(value: int) -> bytes:
-    """The opcode that pushes a number of any size."""
-    if 0 <= value < 256:
-        return _BYTE_INTS[value]
-    if 0 <= value < 65536:
-        return _INT2(b"M", value)
-    if -(2**31) <= value < 2**31:
-        return _INT4(b"J", value)
-    raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    return (b"\x8a" + bytes((len(raw),)) if len(raw) < 256 else _COUNT4(b"\x8b", len(raw))) + raw
-
-
-def tuple_opcodes(length: int) -> tuple[bytes, bytes]:
-    """What stands before and after the items of a tuple."""
-    return (b"", _TUPLES[length]) if length < 4 else (b"(", b"t")
-
-
-def _encode_tuple(items: list[bytes]) -> bytes:
-    opening, closing = tuple_opcodes(len(items))
-    return opening + b"".join(items) + closing
+# What stands before and after the members of a container.
+_BRACKETS: dict[type, tuple[bytes, bytes]] = {
+    list: (b"](", b"e"),
+    dict: (b"}(", b"u"),
+    OrderedDict: (b"ccollections\nOrderedDict\n)R(", b"u"),
+    set: (b"\x8f(", b"\x90"),
+    frozenset: (b"(", b"\x91"),
+}
 
 
 def _encode_bytes(value: bytes) -> bytes:
-    return (_COUNT4(b"B", len(value)) if len(value) < 2**32 else _COUNT8(b"\x8e", len(value))) + value
+    return (PACK_COUNT(b"B", len(value)) if len(value) < 2**32 else _COUNT8(b"\x8e", len(value))) + value
 
 
 def size_opcodes(emit: "Emitter", ndim: int) -> tuple[bytes, bytes]:
@@ -100,7 +82,7 @@ class Emitter:
     def _next_reference(self) -> bytes:
         number = self._count
         self._count += 1
-        return b"h%c" % number if number < 256 else _COUNT4(b"j", number)
+        return b"h%c" % number if number < 256 else PACK_COUNT(b"j", number)
 
     def text(self, value: str) -> bytes:
         """A str."""
@@ -113,7 +95,7 @@ class Emitter:
         self.texts[value] = self._next_reference()
         if len(raw) < 256:
             return b"\x8c%c%b\x94" % (len(raw), raw)
-        return _COUNT4(b"X", len(raw)) + raw + b"\x94"
+        return PACK_COUNT(b"X", len(raw)) + raw + b"\x94"
 
     def new_texts(self, values: list[str]) -> list[bytes]:
         """The same for many at once."""
@@ -121,7 +103,7 @@ class Emitter:
         if max(map(len, raw)) >= 256 or self._count < 256:
             return [self.new_text(value) for value in values]
         first, self._count = self._count, self._count + len(values)
-        references = map(_COUNT4, itertools.repeat(b"j"), range(first, self._count))
+        references = map(PACK_COUNT, itertools.repeat(b"j"), range(first, self._count))
         self.texts.update(zip(values, references, strict=True))
         return [b"\x8c%c%b\x94" % (len(text), text) for text in raw]
 
@@ -130,11 +112,11 @@ class Emitter:
         known = self.sizes.get(dims)
         if known is None:
             self.sizes[dims] = self._next_reference()
-            known = self.names["Size"] + _encode_tuple([encode_int(dim) for dim in dims]) + b"\x85R\x94"
+            known = self.names["Size"] + encode_ints(dims) + b"\x85R\x94"
         return known
 
     def properties(self, value: TorchProperties) -> bytes:
-        """A ``TensorProperties``; raises UsageError where torch has no such."""
+        """A ``TensorProperties``; raises UsageError if torch cannot have these values."""
         known = self._properties.get(value)
         if known is None:
             dtype, layout, requires_grad, memory_format, pin_memory = value
@@ -168,15 +150,10 @@ class Emitter:
             return self.text(value)
         if kind is tuple:
             return self.plain_tuple(value)
-        if kind is list:
-            return b"".join((b"](", *map(self.plain, value), b"e"))
-        if kind is dict or kind is OrderedDict:
-            empty = b"}" if kind is dict else b"ccollections\nOrderedDict\n)R"
-            return b"".join((empty, b"(", *self.plain_pairs(value), b"u"))
-        if kind is set:
-            return b"".join((b"\x8f(", *map(self.plain, value), b"\x90"))
-        if kind is frozenset:
-            return b"".join((b"(", *map(self.plain, value), b"\x91"))
+        if kind in _BRACKETS:
+            opening, closing = _BRACKETS[kind]
+            members = self.plain_pairs(value) if closing == b"u" else map(self.plain, value)
+            return b"".join((opening, *members, closing))
         return self._scalar(value)
 
     def plain_pairs(self, value: dict[Any, Any]) -> Iterator[bytes]:
@@ -197,7 +174,7 @@ class Emitter:
         """A tuple of plain data."""
         # Nearly all planner data are tuples of texts that were seen before.
         texts = self.texts
-        return _encode_tuple(
+        return encode_tuple(
             [
                 (texts.get(item) or self.text(item)) if type(item) is str else self.plain(item)
                 for item in items

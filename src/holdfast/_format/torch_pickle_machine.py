@@ -5,29 +5,20 @@ megabyte of nested tuples as a dict key ends the process by overflowing the C st
 memo index takes 64 GiB, ``BUILD`` changes the stand-ins themselves, and a dict that is built into many
 objects is copied into each. Checking the opcodes beforehand costs as much as interpreting them. So this
 machine knows only the opcodes that Python's picklers of protocol 2 to 5 write for plain data, and each of
-them takes time and memory in proportion to the bytes it stands on. The rows that make up nearly all of a
-large file are read many opcodes at a time, see ``torch_pickle_rows``.
+them takes time and memory in proportion to the bytes it stands on. What a pickle may name is for the caller
+to say: ``torch_pickle_names`` for metadata, ``torch_item_reader`` for a tensor.
 """
 
 import pickle
 import struct
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, Protocol
 
-from holdfast._format.torch_pickle_names import (
-    ALLOWED,
-    PROPERTIES,
-    Built,
-    Call,
-    Record,
-    add_to_dict,
-    add_to_set,
-)
-from holdfast._format.torch_pickle_rows import Rows
+from holdfast._format.torch_pickle_names import Built, Call, Record, Symbol, add_to_dict, add_to_set
 from holdfast.errors import MetadataFormatError, TruncatedFileError, UnsafeMetadataError
 
-__all__ = ["Machine"]
+__all__ = ["DAMAGE", "Machine", "RowReader"]
 
 _FLOAT = struct.Struct(">d")
 _STOP, _MEMOIZE = pickle.STOP[0], pickle.MEMOIZE[0]
@@ -37,10 +28,24 @@ _GET_WIDTH = {pickle.BINGET[0]: 1, pickle.LONG_BINGET[0]: 4}
 _UNSAFE = {
     getattr(pickle, name)[0]: name
     for name in (
-        *("EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID"),
-        *("INST", "OBJ", "NEWOBJ_EX", "NEXT_BUFFER", "READONLY_BUFFER"),
+        *("EXT1", "EXT2", "EXT4", "PERSID", "INST", "OBJ", "NEWOBJ_EX"),
+        *("NEXT_BUFFER", "READONLY_BUFFER"),
     )
 }
+
+
+DAMAGE = (
+    *(ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError),
+    *(TypeError, ValueError, struct.error),
+)
+"""What the machine meets by chance in a damaged pickle: an empty stack, no such memo entry, bad UTF-8."""
+
+
+class RowReader(Protocol):
+    """Reads many opcodes at once, where it knows what they do."""
+
+    def read(self, record: Record, pos: int) -> int:
+        """Read what begins at ``pos`` with a reference to ``record``; 0 leaves it to the machine."""
 
 
 class Machine:
@@ -49,29 +54,40 @@ class Machine:
     Args:
         data: The pickle; what follows its end is ignored.
         path: The file's name, for messages.
+        allowed: The stand-in of each module and name that the pickle may ask for.
+        persistent: Gives the value of a persistent id; without it there may be none.
     """
 
-    __slots__ = ("copied", "data", "marks", "memo", "path", "pos", "rows", "stack")
+    __slots__ = ("allowed", "copied", "data", "marks", "memo", "path", "persistent", "pos", "rows", "stack")
 
-    def __init__(self, data: bytes, path: str) -> None:
+    def __init__(
+        self,
+        data: bytes,
+        path: str,
+        allowed: Mapping[tuple[str, str], Record | Call | Symbol],
+        *,
+        persistent: Callable[[Any], Any] | None = None,
+    ) -> None:
         self.data = data
         self.path = path
+        self.allowed = allowed
+        self.persistent = persistent
         self.pos = 0
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: list[Any] = []
         self.copied = 0
-        self.rows = Rows(data, self.stack, self.marks, self.memo)
+        self.rows: RowReader | None = None
 
     def run(self) -> Any:
         """Give the object that the pickle describes.
 
         It is made of None, bool, int, float, str, bytes, bytearray, list, tuple, dict, OrderedDict, set,
-        frozenset, and the stand-ins of ``torch_pickle_names``; ``torch.Size`` comes as a tuple and a path
-        as a str. It may contain itself. Rows read at once come as their records, not yet checked.
+        frozenset, the stand-ins, what these make when called, and what ``persistent`` and ``rows`` give. It
+        may contain itself.
 
         Raises:
-            UnsafeMetadataError: The pickle asks for something outside the list. Nothing of it was run.
+            UnsafeMetadataError: The pickle asks for something that is not allowed. Nothing of it was run.
             TruncatedFileError: The pickle has no end.
             MetadataFormatError: The pickle is damaged or uses opcodes that no torch writes.
             ArithmeticError, LookupError, TypeError, ValueError, MemoryError: The same, met by chance.
@@ -86,7 +102,7 @@ class Machine:
                 start, pos = pos, pos + _GET_WIDTH[opcode]
                 value = memo[int.from_bytes(data[start:pos], "little")]
                 # Instances start with their class: here a row may begin.
-                after = rows.read(value, start - 1) if type(value) is Record else 0
+                after = rows.read(value, start - 1) if rows and type(value) is Record else 0
                 if after:
                     pos = after
                 else:
@@ -124,11 +140,19 @@ class Machine:
         stop = self.data.find(b"\n", self.pos)
         return self.take((len(self.data) if stop < 0 else stop) - self.pos + 1)[:-1].decode()
 
+    def pop(self, count: int) -> list[Any]:
+        """The last ``count`` values of the stack, which loses them."""
+        if len(self.stack) < count:
+            self.damaged("its stack is empty")
+        return self._pop_from(len(self.stack) - count)
+
     def pop_mark(self) -> list[Any]:
         """Everything above the last mark."""
-        mark = self.marks.pop()
-        items = self.stack[mark:]
-        del self.stack[mark:]
+        return self._pop_from(self.marks.pop())
+
+    def _pop_from(self, start: int) -> list[Any]:
+        items = self.stack[start:]
+        del self.stack[start:]
         return items
 
     def damaged(self, reason: str) -> NoReturn:
@@ -155,22 +179,21 @@ class Machine:
 
     def find(self, module: object, name: object) -> None:
         """Push the stand-in of a name on the list."""
-        stand_in = ALLOWED.get((module, name)) if type(module) is type(name) is str else None
+        stand_in = self.allowed.get((module, name)) if type(module) is type(name) is str else None
         if stand_in is None:
             self.unsafe(f"{_shown(module)}.{_shown(name)}")
         self.stack.append(stand_in)
 
     def call(self) -> None:
         """Call a stand-in with a tuple of arguments."""
-        args = self.stack.pop()
-        function = self.stack.pop()
+        function, args = self.pop(2)
         if type(function) is Record and type(args) is tuple and len(args) == len(function.parameters) > 0:
             built = Built(function)
             built.state = dict(zip(function.parameters, args, strict=True))
             self.stack.append(built)
             return
         if type(function) is not Call or type(args) is not tuple:
-            self.unsafe(f"a call of {_shown(getattr(function, 'name', function))}")
+            self.unsafe(f"a call of {_shown(function)}")
         try:
             if function.copies:
                 self._charge(len(args))
@@ -193,10 +216,9 @@ class Machine:
 
     def make_instance(self) -> None:
         """Push a blank instance of a record's class."""
-        args = self.stack.pop()
-        record = self.stack.pop()
+        record, args = self.pop(2)
         if type(record) is not Record or args != ():
-            self.unsafe(f"an instance of {_shown(getattr(record, 'name', record))} with arguments")
+            self.unsafe(f"an instance of {_shown(record)} with arguments")
         self.stack.append(Built(record))
 
     def build(self) -> None:
@@ -205,8 +227,7 @@ class Machine:
         built = self.stack[-1]
         if type(built) is not Built:
             self.unsafe("a change of the state of something that is not a metadata record")
-        wanted = tuple if built.record is PROPERTIES else dict
-        if built.state is not None or type(state) is not wanted:
+        if built.state is not None or type(state) is not built.record.state_type:
             self.damaged(f"it sets the state of a {built.record.name} twice or to a {type(state).__name__}")
         built.state = state
 
@@ -216,8 +237,9 @@ class Machine:
             self.damaged(f"it remembers under {index} after {len(self.memo)} values")
         self.memo.append(self.stack[-1])
 
-    def set_items(self, target: object, items: list[Any]) -> None:
-        """Add keys and values, taken in turns from ``items``, to a dict."""
+    def set_items(self, items: list[Any]) -> None:
+        """Add keys and values, taken in turns from ``items``, to the dict on top of the stack."""
+        target = self.stack[-1]
         if type(target) is not dict and type(target) is not OrderedDict:
             self.damaged(f"it sets items of a {type(target).__name__}")
         if len(items) % 2:
@@ -225,8 +247,9 @@ class Machine:
         for key, value in zip(items[::2], items[1::2], strict=True):
             add_to_dict(target, key, value)
 
-    def append_items(self, target: object, items: list[Any]) -> None:
-        """Add values to a list."""
+    def append_items(self, items: list[Any]) -> None:
+        """Add values to the list on top of the stack."""
+        target = self.stack[-1]
         if type(target) is not list:
             self.damaged(f"it appends to a {type(target).__name__}")
         target.extend(items)
@@ -238,8 +261,16 @@ class Machine:
             self.damaged(f"it adds to a {type(target).__name__}")
         add_to_set(target, items)
 
+    def resolve(self, identity: object) -> Any:
+        """The value that a persistent id stands for."""
+        if self.persistent is None:
+            self.unsafe("the pickle opcode BINPERSID")
+        return self.persistent(identity)
+
 
 def _shown(name: object) -> str:
+    if isinstance(name, Record | Call | Symbol):
+        return name.name
     return repr(name[:200])[1:-1] if type(name) is str else f"<{type(name).__name__}>"
 
 
@@ -256,23 +287,11 @@ def _frame(machine: Machine) -> None:
 
 
 def _tuple_of(count: int) -> Callable[[Machine], None]:
-    def handler(machine: Machine) -> None:
-        stack = machine.stack
-        if len(stack) < count:
-            machine.damaged("its stack is empty")
-        items = tuple(stack[-count:])
-        del stack[-count:]
-        stack.append(items)
-
-    return handler
+    return _push(lambda machine: tuple(machine.pop(count)))
 
 
 def _signed(width: int) -> Callable[[Machine], None]:
-    def handler(machine: Machine) -> None:
-        raw = machine.take(machine.number(width))
-        machine.stack.append(int.from_bytes(raw, "little", signed=True))
-
-    return handler
+    return _push(lambda machine: int.from_bytes(machine.take(machine.number(width)), "little", signed=True))
 
 
 def _push(make: Callable[[Machine], object]) -> Callable[[Machine], None]:
@@ -298,32 +317,6 @@ def _text(width: int) -> Callable[[Machine], None]:
 
 def _counted(width: int, make: type) -> Callable[[Machine], None]:
     return _push(lambda machine: make(machine.take(machine.number(width))))
-
-
-def _stack_global(machine: Machine) -> None:
-    name = machine.stack.pop()
-    machine.find(machine.stack.pop(), name)
-
-
-def _set_item(machine: Machine) -> None:
-    value = machine.stack.pop()
-    key = machine.stack.pop()
-    machine.set_items(machine.stack[-1], [key, value])
-
-
-def _set_items(machine: Machine) -> None:
-    items = machine.pop_mark()
-    machine.set_items(machine.stack[-1], items)
-
-
-def _append(machine: Machine) -> None:
-    value = machine.stack.pop()
-    machine.append_items(machine.stack[-1], [value])
-
-
-def _append_items(machine: Machine) -> None:
-    items = machine.pop_mark()
-    machine.append_items(machine.stack[-1], items)
 
 
 def _frozenset(machine: Machine) -> frozenset[Any]:
@@ -363,13 +356,14 @@ for _opcode, _handler in {
     pickle.TUPLE2: _tuple_of(2),
     pickle.TUPLE3: _tuple_of(3),
     pickle.FROZENSET: _push(_frozenset),
-    pickle.APPEND: _append,
-    pickle.APPENDS: _append_items,
-    pickle.SETITEM: _set_item,
-    pickle.SETITEMS: _set_items,
+    pickle.APPEND: lambda machine: machine.append_items(machine.pop(1)),
+    pickle.APPENDS: lambda machine: machine.append_items(machine.pop_mark()),
+    pickle.SETITEM: lambda machine: machine.set_items(machine.pop(2)),
+    pickle.SETITEMS: lambda machine: machine.set_items(machine.pop_mark()),
     pickle.ADDITEMS: lambda machine: machine.add_items(machine.pop_mark()),
     pickle.GLOBAL: lambda machine: machine.find(machine.line(), machine.line()),
-    pickle.STACK_GLOBAL: _stack_global,
+    pickle.STACK_GLOBAL: lambda machine: machine.find(*machine.pop(2)),
+    pickle.BINPERSID: _push(lambda machine: machine.resolve(*machine.pop(1))),
     pickle.REDUCE: Machine.call,
     pickle.NEWOBJ: Machine.make_instance,
     pickle.BUILD: Machine.build,

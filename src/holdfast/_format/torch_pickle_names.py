@@ -20,6 +20,7 @@ __all__ = [
     "MAX_NDIM",
     "METADATA",
     "OBJECT",
+    "ORDERED_DICT",
     "PROPERTIES",
     "SIZE",
     "STORAGE_INFO",
@@ -61,14 +62,15 @@ class Record:
     """Stands for one of torch's metadata classes.
 
     ``parameters`` are those of its constructor, where a pickle may call that instead of setting the state;
-    the writer beside this module does.
+    the writer beside this module does. ``state_type`` is the type of that state.
     """
 
-    __slots__ = ("name", "parameters")
+    __slots__ = ("name", "parameters", "state_type")
 
-    def __init__(self, name: str, parameters: tuple[str, ...] = ()) -> None:
+    def __init__(self, name: str, parameters: tuple[str, ...] = (), state_type: type = dict) -> None:
         self.name = name
         self.parameters = parameters
+        self.state_type = state_type
 
 
 class Call:
@@ -235,11 +237,12 @@ METADATA = Record("Metadata")
 TENSOR = Record("TensorStorageMetadata", ("properties", "size", "chunks"))
 OBJECT = Record("BytesStorageMetadata")
 CHUNK = Record("ChunkStorageMetadata", ("offsets", "sizes"))
-PROPERTIES = Record("TensorProperties")
+PROPERTIES = Record("TensorProperties", state_type=tuple)
 INDEX = Record("MetadataIndex")
 STORAGE_META = Record("StorageMeta")
 STORAGE_INFO = Record("_StorageInfo", ("relative_path", "offset", "length"))
 SIZE = Call("torch.Size", make_size)
+ORDERED_DICT = Call("OrderedDict", _make_ordered_dict)
 MEMORY_FORMAT = Call("_MEM_FORMAT_ENCODING", _make_memory_format)
 
 _POSIX_PATH = Call("a path", _join_posix, copies=True)
@@ -271,7 +274,7 @@ ALLOWED: dict[tuple[str, str], Record | Call | Symbol] = {
         for module in ("pathlib", "pathlib._local")
         for name in ("WindowsPath", "PureWindowsPath")
     },
-    ("collections", "OrderedDict"): Call("OrderedDict", _make_ordered_dict),
+    ("collections", "OrderedDict"): ORDERED_DICT,
     ("_codecs", "encode"): Call("_codecs.encode", _make_bytes, copies=True),
     # Protocol 2 has Python 2's name of the module.
     **{

@@ -15,16 +15,16 @@ from typing import Any
 
 from holdfast._format.description import OBJECT, Directory, column, ints
 from holdfast._format.manifest import Manifest
+from holdfast._format.pickle_opcodes import Table, reference_number
 from holdfast._format.torch_pickle_emitter import Emitter, size_opcodes
 from holdfast._format.torch_pickle_records import TorchProperties
-from holdfast._format.torch_pickle_storage import storage_rows
-from holdfast._format.torch_pickle_table import Table, reference_number
 
 __all__ = ["write_torch_metadata"]
 
 # Python's own picklers batch by 1000, which keeps a reader's stack short.
 _BATCH = 1000
 _FRAME = struct.Struct("<cQ").pack
+_NARROW = 1 << 31
 
 
 def write_torch_metadata(
@@ -55,9 +55,13 @@ def write_torch_metadata(
     parts = [
         b"\x80\x04" + emit.prologue() + name["Metadata"] + b")\x81}(" + text("state_dict_metadata") + b"}"
     ]
-    parts += _batched(_entry_rows(emit, manifest, directory))
+    # What most states with many keys are: then rows differ in few places, and are joined by loops in C.
+    is_simple = bool(manifest.keys) and not any(directory.kinds) and manifest.all_are_whole()
+    entry_rows = _rows_of_whole_tensors if is_simple else _rows_of_entries
+    parts += _batched(entry_rows(emit, manifest, directory))
     parts.append(text("storage_data") + b"}")
-    parts += _batched(storage_rows(emit, manifest, directory))
+    rows = _StorageRows(emit, manifest, directory)
+    parts += _batched(rows.of_whole_tensors() if is_simple and not rows.has_transforms else rows.of_all())
     parts.append(text("planner_data"))
     if isinstance(planner_data, dict) and not isinstance(planner_data, OrderedDict):
         parts.append(b"}")
@@ -83,15 +87,8 @@ def _batched(rows: Iterator[bytes]) -> Iterator[bytes]:
         yield body
 
 
-def _entry_rows(emit: Emitter, manifest: Manifest, directory: Directory) -> Iterator[bytes]:
-    """Each key with its metadata."""
-    if not any(directory.kinds) and manifest.all_are_whole() and manifest.keys:
-        return _rows_of_whole_tensors(emit, manifest, directory)
-    return _rows_of_entries(emit, manifest, directory)
-
-
 def _rows_of_whole_tensors(emit: Emitter, manifest: Manifest, directory: Directory) -> Iterator[bytes]:
-    """The same where every key is a tensor in one chunk: rows differ in name and form alone."""
+    """Each key with its metadata, where every key is a tensor in one chunk: rows differ in name and form."""
     every, shape_at = manifest.tensor_shapes, [8 * at for at in directory.shape_at]
     shapes = map(every.__getitem__, map(slice, shape_at, shape_at[1:]))
     forms = list(zip(directory.properties, shapes, strict=True))
@@ -106,6 +103,7 @@ def _rows_of_whole_tensors(emit: Emitter, manifest: Manifest, directory: Directo
 
 
 def _rows_of_entries(emit: Emitter, manifest: Manifest, directory: Directory) -> Iterator[bytes]:
+    """Each key with its metadata."""
     an_object = emit.names["BytesStorageMetadata"] + b")\x81"
     kinds, counts, properties = directory.kinds, directory.count, directory.properties
     box_at, shape_at, new_text = directory.box_at, directory.shape_at, emit.new_text
@@ -168,3 +166,129 @@ def _many_chunks(emit: Emitter, manifest: Manifest, directory: Directory, number
     else:
         table.text(emit.sizes[next(iter(different))])
     return b"".join((defined, head, b"](", table.text(b"\x86R").filled(count), b"e\x87R"))
+
+
+class _StorageRows:
+    """The rows that say where each item lies."""
+
+    def __init__(self, emit: Emitter, manifest: Manifest, directory: Directory) -> None:
+        self.emit = emit
+        self.manifest = manifest
+        self._path_columns: dict[bytes, bytes] = {}
+        self.directory = directory
+        self.head = emit.names["MetadataIndex"] + b")\x81}(" + emit.text("fqn")
+        self.number_field, self.offset_field = emit.text("index"), emit.text("offset")
+        self.info_class = emit.names["_StorageInfo"]
+        self.file = ints(manifest.item_files, "I").tolist()
+        self.start = ints(manifest.item_offsets, "q").tolist()
+        self.nbytes = ints(manifest.item_nbytes, "q").tolist()
+        self.transforms = ints(manifest.item_transforms, "I").tolist()
+        self.stacks = manifest.transforms
+        self.files = manifest.file_names
+        self.has_transforms = any(manifest.transforms)
+        self._middles: dict[tuple[int, ...], bytes] = {}
+        wide = max(*self.start, *self.nbytes, 0) >= _NARROW if self.start else False
+        self.place = struct.Struct("<2sq2sq" if wide else "<cici").pack
+        self.int_opcode = b"\x8a\x08" if wide else b"J"
+
+    def of_all(self) -> Iterator[bytes]:
+        """The rows of all items."""
+        for number, key in enumerate(self.manifest.keys):
+            yield (
+                self.of_chunks(key, number) if self.directory.count[number] > 1 else self.of_one(key, number)
+            )
+
+    def of_whole_tensors(self) -> Iterator[bytes]:
+        """The same where every key is a tensor in one chunk, and nothing is transformed."""
+        emit, manifest = self.emit, self.manifest
+        ndims = sorted(set(manifest.tensor_ndims))
+        defined = [emit.text(path) + b"0" for path in self.files if path not in emit.texts]
+        defined += [emit.size((0,) * n) + b"0" for n in ndims if (0,) * n not in emit.sizes]
+        middles = {n: self._middle((0,) * n) for n in ndims}
+        names = map(emit.texts.__getitem__, manifest.keys)
+        paths = map([emit.texts[path] for path in self.files].__getitem__, self.file)
+        opcode = itertools.repeat(self.int_opcode)
+        places = map(self.place, opcode, self.start, opcode, self.nbytes)
+        shapes = map(middles.__getitem__, manifest.tensor_ndims)
+        parts = zip(itertools.repeat(self.head), names, shapes, paths, places, itertools.repeat(b"\x87R"))
+        # The definitions go first, and push and pop without leaving anything behind.
+        yield b"".join((*defined, *next(parts)))
+        yield from map(b"".join, parts)
+
+    def of_one(self, key: str, number: int) -> bytes:
+        """The row of an object, or of a tensor's only chunk."""
+        emit, directory = self.emit, self.directory
+        row = directory.row[number]
+        if directory.kinds[number] == OBJECT:
+            # Without an offset the field is missing: torch does not set it either.
+            middle = self.number_field + b"Nub" + self.info_class
+        elif directory.count[number] == 0:
+            return b""
+        else:
+            at = tuple(directory.offsets[directory.box_at[number] : directory.box_at[number + 1]])
+            known = self._middles.get(at)
+            middle = self._middle(at) if known is None else known
+        if self.has_transforms and self.stacks[self.transforms[row]]:
+            return self.head + emit.texts[key] + middle + self._transformed(row)
+        path = self.files[self.file[row]]
+        place = self.place(self.int_opcode, self.start[row], self.int_opcode, self.nbytes[row])
+        return b"".join(
+            (self.head, emit.texts[key], middle, emit.texts.get(path) or emit.text(path), place, b"\x87R")
+        )
+
+    def _middle(self, at: tuple[int, ...]) -> bytes:
+        """What stands between the key and the place; the first time with a size that others refer to."""
+
+        def made() -> bytes:
+            size = self.emit.size(at)
+            return self.number_field + b"K\0" + self.offset_field + size + b"ub" + self.info_class
+
+        first = made()
+        self._middles[at] = made()
+        return first
+
+    def _transformed(self, row: int) -> bytes:
+        # torch 2.6 has no such parameter, but takes the state.
+        fields = {
+            "relative_path": self.files[self.file[row]],
+            "offset": self.start[row],
+            "length": self.nbytes[row],
+            "transform_descriptors": list(self.stacks[self.transforms[row]]),
+        }
+        return b")\x81" + self.emit.plain(fields) + b"b"
+
+    def of_chunks(self, key: str, number: int) -> bytes:
+        """The rows of all chunks of a tensor."""
+        emit, directory, manifest = self.emit, self.directory, self.manifest
+        begin, end, ndim = directory.row[number], directory.row[number + 1], directory.ndim[number]
+        opening, closing = size_opcodes(emit, ndim)
+        boxes = manifest.chunk_offsets[8 * directory.box_at[number] : 8 * directory.box_at[number + 1]]
+        count = end - begin
+        table = Table().text(self.head + emit.texts[key] + self.number_field)
+        table.number(column(range(count), "q")).text(self.offset_field + opening)
+        for dimension in range(ndim):
+            table.number(boxes, 8 * dimension, 8 * ndim)
+        table.text(closing + b"ub" + self.info_class)
+        if self.has_transforms and any(self.stacks[self.transforms[row]] for row in range(begin, end)):
+            names, length = table.filled(count), len(table)
+            return b"".join(
+                names[at * length : (at + 1) * length] + self._transformed(begin + at) for at in range(count)
+            )
+        defined, references = self._references(begin, end)
+        table.reference(references)
+        table.number(manifest.item_offsets[8 * begin : 8 * end])
+        table.number(manifest.item_nbytes[8 * begin : 8 * end]).text(b"\x87R")
+        return defined + table.filled(count)
+
+    def _references(self, begin: int, end: int) -> tuple[bytes, bytes]:
+        """What defines the paths of some items where they are new, and the numbers that refer to them."""
+        emit, used = self.emit, self.file[begin:end]
+        column_of_files = bytes(self.manifest.item_files[4 * begin : 4 * end])
+        known = self._path_columns.get(column_of_files)
+        if known is not None:
+            return b"", known
+        new = [file for file in dict.fromkeys(used) if self.files[file] not in emit.texts]
+        defined = b"".join(emit.text(self.files[file]) + b"0" for file in new)
+        numbers = {file: reference_number(emit.texts[self.files[file]]) for file in set(used)}
+        made = self._path_columns[column_of_files] = column(map(numbers.__getitem__, used), "I")
+        return defined, made

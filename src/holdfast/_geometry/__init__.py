@@ -5,7 +5,7 @@ dimensions is a scalar: one element. A box with a length of 0 is legal and holds
 is integers and tuples; no array is ever made.
 """
 
-from holdfast._geometry.boxes import Box, contains, intersect, row_major_strides, volume
+from holdfast._geometry.box import Box, contains, intersect, row_major_strides, volume
 from holdfast._geometry.cover import CoverProblem, check_cover, cover_of
 
 __all__ = [

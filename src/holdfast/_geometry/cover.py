@@ -7,7 +7,7 @@ from math import prod
 from operator import add, itemgetter, lt, sub
 from typing import Any, Literal, TypeVar
 
-from holdfast._geometry.boxes import Box, contains, intersect, volume
+from holdfast._geometry.box import Box, contains, intersect, volume
 
 # Two piles of n equal boxes overlap in n * n pairs; nobody reads more than a few.
 _MOST_PROBLEMS = 16

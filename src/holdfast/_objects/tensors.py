@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from holdfast._format.torch_item import TYPED_STORAGES
+from holdfast._format.dtypes import TYPED_STORAGES
 
 __all__ = ["STORAGE_DTYPES", "StorageName", "rebuild_tensor", "storage_of"]
 

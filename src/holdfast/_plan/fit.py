@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from holdfast._format.description import OBJECT
-from holdfast._plan.entries import description_of, directory_of, dtypes_of
-from holdfast._plan.filling import fill_tensor, is_one_whole_chunk
-from holdfast._plan.read_lines import ReadColumns
-from holdfast._plan.report import Report
+from holdfast._plan.fit_report import FitReport
+from holdfast._plan.metadata_entries import description_of, directory_of, dtypes_of, is_one_whole_chunk
+from holdfast._plan.read_columns import ReadColumns
+from holdfast._plan.reshard import fill_tensor
 from holdfast._tensors.chunks import dtype_of, global_shape, is_tensor, local_parts, refuse_undescribable
 from holdfast.errors import PlanError
 from holdfast.metadata import Metadata
@@ -41,7 +41,7 @@ def plan_load(state: dict[str, Any], metadata: Metadata, fit: Fit) -> ReadColumn
     """
     directory, dtypes = directory_of(metadata), dtypes_of(metadata)
     columns = ReadColumns(directory)
-    report, narrowed, sharded = Report(), list[str](), list[tuple[str, int]]()
+    report, narrowed, sharded = FitReport(), list[str](), list[tuple[str, int]]()
     numbers, kinds, strided = directory.numbers, directory.kinds, torch.strided
     shape_at, shapes, row = directory.shape_at, directory.shapes, directory.row
     properties, size = directory.properties, torch.Size
@@ -55,7 +55,7 @@ def plan_load(state: dict[str, Any], metadata: Metadata, fit: Fit) -> ReadColumn
             continue
         if kinds[number] == OBJECT:
             if is_tensor(value):
-                report.kind.append((key, "the checkpoint has an object here, the state a tensor"))
+                report.add("kind", key, "the checkpoint has an object here, the state a tensor")
             add_key(key)
             add_row(row[number])
             continue
@@ -79,17 +79,17 @@ def plan_load(state: dict[str, Any], metadata: Metadata, fit: Fit) -> ReadColumn
     for key, number in sharded:
         fill_tensor(columns, key, number, state[key])
     if narrowed:
-        _warn_of_casts(narrowed)
+        warnings.warn(
+            f"tensors are cast on load: {_listed(narrowed, '; ')}. cast=True says it is meant, cast=False "
+            "raises.",
+            stacklevel=2,
+        )
     return columns
 
 
-def _warn_of_casts(narrowed: list[str]) -> None:
-    listed = "; ".join(narrowed[:_MOST_NAMED])
-    more = f"; and {len(narrowed) - _MOST_NAMED} more" if len(narrowed) > _MOST_NAMED else ""
-    warnings.warn(
-        f"tensors are cast on load: {listed}{more}. cast=True says it is meant, cast=False raises.",
-        stacklevel=2,
-    )
+def _listed(names: list[str], separator: str) -> str:
+    more = f"{separator}and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return separator.join(names[:_MOST_NAMED]) + more
 
 
 def _check_tensor(
@@ -98,36 +98,31 @@ def _check_tensor(
     dtype: torch.dtype,
     value: Any,
     cast: bool | None,
-    report: Report,
+    report: FitReport,
     narrowed: list[str],
 ) -> None:
     if not is_tensor(value):
-        report.kind.append(
-            (key, f"the checkpoint has a tensor here, the state a value of type {type(value).__name__}")
-        )
+        problem = f"the checkpoint has a tensor here, the state a value of type {type(value).__name__}"
+        report.add("kind", key, problem)
         return
     shape = global_shape(value)
     if shape != size:
-        report.shape.append(
-            (key, f"Size mismatch: the checkpoint has shape {tuple(size)}, the state {tuple(shape)}")
-        )
+        problem = f"Size mismatch: the checkpoint has shape {tuple(size)}, the state {tuple(shape)}"
+        report.add("shape", key, problem)
     try:
         memory = local_parts(value)
         refuse_undescribable(key, value)
     except PlanError as error:
-        report.kind.append((key, str(error).removeprefix(f"{key}: ")))
+        report.add("kind", key, str(error).removeprefix(f"{key}: "))
         return
     if any(map(_repeats_memory, memory)):
-        report.kind.append(
-            (key, "the state's tensor is expanded: several elements share one place in memory")
-        )
+        report.add("kind", key, "the state's tensor is expanded: several elements share one place in memory")
     wanted = dtype_of(value)
     if dtype == wanted or cast is True:
         return
     if cast is False or _kind(dtype) != _kind(wanted):
-        report.dtype.append(
-            (key, f"the checkpoint has {dtype}, the state {wanted}; pass cast=True to cast it")
-        )
+        problem = f"the checkpoint has {dtype}, the state {wanted}; pass cast=True to cast it"
+        report.add("dtype", key, problem)
     else:
         narrowed.append(f"{key} from {dtype} to {wanted}")
 
@@ -144,7 +139,7 @@ def _kind(dtype: torch.dtype) -> str:
     return "bool" if dtype == torch.bool else "int"
 
 
-def _check_unexpected(state: dict[str, Any], metadata: Metadata, fit: Fit, report: Report) -> None:
+def _check_unexpected(state: dict[str, Any], metadata: Metadata, fit: Fit, report: FitReport) -> None:
     if fit.refuse_unexpected is False:
         return
     if (
@@ -158,9 +153,9 @@ def _check_unexpected(state: dict[str, Any], metadata: Metadata, fit: Fit, repor
     if own:
         unexpected = [key for key in unexpected if (told := rank_key(key)) is None or told.place not in own]
     if fit.refuse_unexpected:
-        report.unexpected += [
-            (key, "is in the checkpoint, but not in the state; strict=False ignores it") for key in unexpected
-        ]
+        for key in unexpected:
+            problem = "is in the checkpoint, but not in the state; strict=False ignores it"
+            report.add("unexpected", key, problem)
         return
     # A program that loads only its model from a checkpoint of model and optimizer means it. A key below
     # a container that is being loaded was more likely forgotten: a momentum buffer, a buffer of a module.
@@ -168,14 +163,11 @@ def _check_unexpected(state: dict[str, Any], metadata: Metadata, fit: Fit, repor
     roots = {_root(key, paths) for key in state}
     forgotten = [key for key in unexpected if _root(key, paths) in roots and len(paths.get(key, ())) > 1]
     if forgotten:
-        listed = ", ".join(forgotten[:_MOST_NAMED])
-        more = f" and {len(forgotten) - _MOST_NAMED} more" if len(forgotten) > _MOST_NAMED else ""
         logger.warning(
-            "%d values of the checkpoint are not loaded, though their neighbours are: %s%s. "
+            "%d values of the checkpoint are not loaded, though their neighbours are: %s. "
             "strict=True raises instead, strict=False says nothing.",
             len(forgotten),
-            listed,
-            more,
+            _listed(forgotten, ", "),
         )
 
 

@@ -13,7 +13,7 @@ from holdfast._format.torch_item import SMALL_ALIGNMENT, ItemFrame
 from holdfast._io.blocks import BLOCK_SIZE, BlockSums, combine_blocks, crc32
 from holdfast._io.store import FileWriter
 from holdfast._objects import StoredObject
-from holdfast._plan.write_lines import WriteColumns
+from holdfast._plan.write_columns import WriteColumns
 from holdfast._storage.results import Notes
 from holdfast._storage.stamps import Stamp, frame_of, stamp_of
 from holdfast._tensors.host import copy_of, host_pieces

@@ -5,7 +5,7 @@ import sys
 import torch
 
 from holdfast._format.manifest import Manifest
-from holdfast._plan.entries import numbers_of
+from holdfast._plan.metadata_entries import numbers_of
 
 __all__ = ["rows_are_sound"]
 

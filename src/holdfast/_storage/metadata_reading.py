@@ -10,8 +10,8 @@ from holdfast._format.paths import decode_containers, decode_paths
 from holdfast._format.torch_pickle import read_plain_pickle, read_torch_metadata
 from holdfast._format.torch_pickle_records import TorchMetadata, TorchStorage, TorchTensor
 from holdfast._io.blocks import BLOCK_SIZE
-from holdfast._plan.entries import Entries
-from holdfast._plan.structure import Container, Structure
+from holdfast._plan.flatten import Container, Structure
+from holdfast._plan.metadata_entries import MetadataEntries
 from holdfast._storage.manifest_rows import rows_are_sound
 from holdfast._storage.metadata_writing import VERSION
 from holdfast._storage.shelf import Places, Shelf
@@ -40,7 +40,7 @@ def load_metadata(data: bytes | bytearray, *, path: str, allow_pickle: bool = Fa
 def _metadata(
     manifest: Manifest, path: str, planner_data: Any, meta: StorageMeta, version: str | None
 ) -> Metadata:
-    entries = Entries(manifest, path=path)
+    entries = MetadataEntries(manifest, path=path)
     places = Places(Shelf(manifest, entries.directory))
     return Metadata(entries, planner_data, places, meta, version)
 

@@ -12,8 +12,8 @@ from holdfast._format.manifest import Manifest, encode
 from holdfast._format.paths import encode_containers, encode_paths
 from holdfast._format.torch_pickle_writer import write_torch_metadata
 from holdfast._io.blocks import BLOCK_SIZE
-from holdfast._plan.entries import boxes_column, column_of, description_of, directory_of
-from holdfast._plan.structure import Container, Path
+from holdfast._plan.flatten import Container, Path, containers_of
+from holdfast._plan.metadata_entries import boxes_column, column_of, description_of, directory_of
 from holdfast._storage.results import NUMBERS, ResultColumns
 from holdfast._version import __version__
 from holdfast.errors import IncompleteWriteError
@@ -215,7 +215,7 @@ def _split_planner_data(
     else:
         paths = {key: path for key, path in data.items() if key in known and isinstance(path, tuple)}
         rest = {key: value for key, value in data.items() if key not in paths}
-    containers = dict(getattr(data, "containers", {}))
+    containers = dict(containers_of(data))
     return paths, containers, pickle.dumps(rest, protocol=4)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast._plan.structure import Structure
+from holdfast._plan.flatten import Structure
 from holdfast._storage.record import StorageInfo
 from holdfast._storage.shelf import shelf_of
 from holdfast.errors import CheckpointNotFoundError, MetadataFormatError, PlanError

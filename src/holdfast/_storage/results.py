@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from holdfast._deferred import DeferredList
-from holdfast._plan.alike import pack, unpack
-from holdfast._plan.entries import column_of
+from holdfast._plan.interning import pack, unpack
+from holdfast._plan.metadata_entries import column_of
 from holdfast._storage.record import StorageInfo
 from holdfast.metadata import MetadataIndex
 from holdfast.storage import WriteResult
@@ -147,7 +147,7 @@ def _as_received(
     descriptors: tuple[str, ...] | None,
 ) -> ResultColumns:
     sizes = [None if offset is None else torch.Size(offset) for offset in offsets]
-    return ResultColumns(list(unpack(keys)), numbers, checksums, sizes, files, descriptors)
+    return ResultColumns(list(unpack(keys, list)), numbers, checksums, sizes, files, descriptors)
 
 
 class Results(DeferredList[WriteResult]):

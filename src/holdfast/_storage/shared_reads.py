@@ -11,8 +11,8 @@ import torch
 from holdfast._io import pool
 from holdfast._io.pool import Cancellation
 from holdfast._io.store import ByteStore
-from holdfast._plan.own_values import own_values
-from holdfast._plan.read_lines import ReadColumns, ReadLines
+from holdfast._plan.planner_values import own_values
+from holdfast._plan.read_columns import ReadColumns, ReadItems
 from holdfast._ranks.exchange import Exchange
 from holdfast._storage.broadcast_source import BroadcastSource
 from holdfast._storage.shelf import Shelf, shelf_of
@@ -74,7 +74,7 @@ def _names_of(plan: LoadPlan, planner: LoadPlanner, metadata: Metadata) -> "_Nam
     """The lines of a plan by name; None if somebody may have changed them."""
     lines: Any = plan.items
     shelf = shelf_of(metadata)
-    columns = lines.columns if isinstance(lines, ReadLines) else None
+    columns = lines.columns if isinstance(lines, ReadItems) else None
     if columns is None or shelf is None or columns.directory is not shelf.directory:
         return None
     return _Names(columns, shelf, planner)
@@ -212,7 +212,7 @@ class _Reading:
                     self._read_with(members, some)
 
     def _plan(self, numbers: list[int]) -> LoadPlan:
-        return LoadPlan(ReadLines(self.names.columns.take(numbers)))
+        return LoadPlan(ReadItems(self.names.columns.take(numbers)))
 
     def _read_with(self, members: tuple[int, ...], numbers: list[int]) -> None:
         """Several broadcasts at once, so that several members read while others pass on."""

@@ -7,7 +7,7 @@ import torch
 
 from holdfast._format.torch_item import SMALL_ALIGNMENT, ItemFrame, tensor_item
 from holdfast._io.blocks import crc32
-from holdfast._plan.write_lines import Form
+from holdfast._plan.write_columns import Form
 
 __all__ = ["Stamp", "frame_of", "stamp_of"]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from holdfast._plan.entries import dtypes_of
-from holdfast._plan.own_values import own_values
-from holdfast._plan.read_lines import ReadColumns, ReadLines
+from holdfast._plan.metadata_entries import dtypes_of
+from holdfast._plan.planner_values import own_values
+from holdfast._plan.read_columns import ReadColumns, ReadItems
 from holdfast._storage.packs import SMALL
 from holdfast._storage.record import StorageInfo
 from holdfast._storage.shelf import Shelf, shelf_of
@@ -88,7 +88,7 @@ def sort_by_file(plan: LoadPlan, planner: LoadPlanner, metadata: Metadata) -> di
     """
     shelf = shelf_of(metadata)
     lines: Any = plan.items
-    if isinstance(lines, ReadLines) and lines.columns is not None and shelf is not None:
+    if isinstance(lines, ReadItems) and lines.columns is not None and shelf is not None:
         columns = lines.columns
         if columns.directory is shelf.directory:
             return _from_columns(columns, own_values(planner, "resolve_tensor"), shelf, metadata)
@@ -118,9 +118,9 @@ def _from_columns(
             whole.setdefault(file[row], []).append((row, key))
             continue
         if shelf.nbytes[row] < 0:
-            raise _no_such_chunk(columns.line(number).storage_index)
+            raise _no_such_chunk(columns.item(number).storage_index)
         of_file = wanted.setdefault(shelf.files[file[row]], Wanted())
-        of_file.lines.append((shelf.place(row), columns.line(number)))
+        of_file.lines.append((shelf.place(row), columns.item(number)))
     for file_number, rows in whole.items():
         of_file = wanted.setdefault(shelf.files[file_number], Wanted())
         assert values is not None

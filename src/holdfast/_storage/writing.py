@@ -16,8 +16,8 @@ from holdfast._io import pool
 from holdfast._io.pool import Cancellation
 from holdfast._io.progress import ProgressTracker
 from holdfast._io.store import ByteStore
-from holdfast._plan.own_values import own_values
-from holdfast._plan.write_lines import TENSOR, columns_of, is_open
+from holdfast._plan.planner_values import own_values
+from holdfast._plan.write_columns import TENSOR, columns_of, is_open
 from holdfast._storage.item_writer import PACK, SMALL, ItemWriter
 from holdfast._storage.metadata_writing import dump_manifest
 from holdfast._storage.names import is_data_file, is_leftover, is_rank_metadata, shows_a_checkpoint
@@ -101,7 +101,7 @@ class _Work:
 
     def __init__(self, plan: SavePlan, planner: SavePlanner, *, straight: bool) -> None:
         self.columns = columns_of(plan)
-        self.nbytes = self.columns.line_nbytes()
+        self.nbytes = self.columns.item_nbytes()
         self.planner = planner
         self._lines = plan.items if is_open(plan) else None
         # Where the planner would only look a tensor up, it is not asked for each of thousands.
@@ -136,7 +136,7 @@ class _Work:
             writer.add(first, self._data(first))
 
     def _data(self, number: int) -> torch.Tensor | io.BytesIO:
-        line = self.columns.line(number) if self._lines is None else self._lines[number]
+        line = self.columns.item(number) if self._lines is None else self._lines[number]
         data: Any = self.planner.resolve_data(line)
         if not isinstance(data, torch.Tensor | io.BytesIO):
             raise InvalidPlanError(

@@ -17,12 +17,14 @@ from holdfast._tensors.dtensors import (
     held_pieces,
     local_tensor,
     memory_of_piece,
+    narrowed,
     with_local_memory,
 )
 from holdfast.errors import PlanError
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex
 
 __all__ = [
+    "PLAIN_TYPES",
     "dtype_of",
     "find_box",
     "find_chunk",
@@ -38,9 +40,8 @@ __all__ = [
     "with_memory",
 ]
 
-_PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
-if hasattr(torch.nn, "Buffer"):
-    _PLAIN_TYPES.add(torch.nn.Buffer)
+# The exact classes of nearly all tensors: isinstance, asked of 100,000, would take longer than all the rest.
+PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def is_tensor(value: Any) -> bool:
@@ -48,16 +49,12 @@ def is_tensor(value: Any) -> bool:
 
     Sparse and quantized tensors are more than their elements. They are stored as objects, whole.
     """
-    if type(value) in _PLAIN_TYPES:
-        return value.layout is torch.strided and not value.is_quantized and not value.is_nested
-    if isinstance(value, ShardedTensor):
-        return True
-    return (
-        isinstance(value, torch.Tensor)
-        and value.layout is torch.strided
-        and not value.is_quantized
-        and not value.is_nested
-    )
+    if type(value) not in PLAIN_TYPES:
+        if isinstance(value, ShardedTensor):
+            return True
+        if not isinstance(value, torch.Tensor):
+            return False
+    return value.layout is torch.strided and not value.is_quantized and not value.is_nested
 
 
 def is_any_tensor(value: Any) -> bool:
@@ -67,7 +64,7 @@ def is_any_tensor(value: Any) -> bool:
 
 def is_sharded(value: Any) -> bool:
     """Whether ranks may hold different chunks of the tensor."""
-    return type(value) not in _PLAIN_TYPES and isinstance(value, DTensor | ShardedTensor)
+    return type(value) not in PLAIN_TYPES and isinstance(value, DTensor | ShardedTensor)
 
 
 def refuse_unsavable(key: str, value: Any) -> None:
@@ -77,7 +74,7 @@ def refuse_unsavable(key: str, value: Any) -> None:
         PlanError: It is a subclass that we cannot rebuild, has no data, is an unreduced partial sum, or has
             a layout that cannot be described as boxes.
     """
-    if type(value) in _PLAIN_TYPES:
+    if type(value) in PLAIN_TYPES:
         if value.is_meta:
             raise PlanError(f"{key}: a tensor on the meta device has no data to save", key=key)
         return
@@ -92,7 +89,7 @@ def refuse_unsavable(key: str, value: Any) -> None:
     for part in local_parts(value):
         if part.is_meta:
             raise PlanError(f"{key}: a tensor on the meta device has no data to save", key=key)
-        if type(part) not in _PLAIN_TYPES or not is_tensor(part) or part.dtype != dtype:
+        if type(part) not in PLAIN_TYPES or not is_tensor(part) or part.dtype != dtype:
             raise PlanError(
                 f"{key}: this rank's part of a {type(value).__name__} of {dtype} is a tensor of "
                 f"{part.dtype}, {part.layout} and the class {type(part).__module__}."
@@ -142,20 +139,24 @@ def local_chunks(value: Any) -> list[ChunkStorageMetadata]:
     Raises:
         PlanError: They cannot be known, as ``refuse_undescribable`` would say with the key.
     """
-    if type(value) in _PLAIN_TYPES:
-        size = value.size()
-        return [ChunkStorageMetadata(_zeros(len(size)), size)]
-    if isinstance(value, DTensor):
-        return [
-            ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.lengths))
-            for piece in held_pieces(value)
-        ]
-    if isinstance(value, ShardedTensor):
-        return _chunks_of_shards(value)
-    return [ChunkStorageMetadata(_zeros(value.dim()), value.size())]
+    if is_sharded(value):
+        if isinstance(value, DTensor):
+            return [
+                ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.lengths))
+                for piece in held_pieces(value)
+            ]
+        shards = _full_shards(value)
+        if shards or not value.local_shards() or 0 not in global_shape(value):
+            return [
+                ChunkStorageMetadata(torch.Size(shard.metadata.shard_offsets), shard.tensor.shape)
+                for shard in shards
+            ]
+    size = global_shape(value)
+    return [ChunkStorageMetadata(_zeros(len(size)), size)]
 
 
-def _chunks_of_shards(value: ShardedTensor) -> list[ChunkStorageMetadata]:
+def _full_shards(value: ShardedTensor) -> list[LocalShard]:
+    """This rank's shards that have elements."""
     shards = value.local_shards()
     for shard in shards:
         if shard.tensor.shape != tuple(shard.metadata.shard_sizes):
@@ -165,18 +166,7 @@ def _chunks_of_shards(value: ShardedTensor) -> list[ChunkStorageMetadata]:
                 expected=tuple(shard.metadata.shard_sizes),
                 found=tuple(shard.tensor.shape),
             )
-    size = global_shape(value)
-    if shards and 0 in size:
-        return [ChunkStorageMetadata(_zeros(len(size)), size)]
-    return [
-        ChunkStorageMetadata(_offsets_of(shard), shard.tensor.shape)
-        for shard in shards
-        if shard.tensor.numel()
-    ]
-
-
-def _offsets_of(shard: LocalShard) -> torch.Size:
-    return torch.Size(shard.metadata.shard_offsets)
+    return [shard for shard in shards if shard.tensor.numel()]
 
 
 @functools.cache
@@ -184,9 +174,26 @@ def _zeros(ndim: int) -> torch.Size:
     return torch.Size([0] * ndim)
 
 
+def _memory_of_chunk(value: Any, number: int, key: str) -> torch.Tensor:
+    """The memory of one of the boxes of ``local_chunks``."""
+    if not is_sharded(value):
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, DTensor):
+        memory = memory_of_piece(value, held_pieces(value)[number])
+    elif shards := _full_shards(value):
+        memory = shards[number].tensor
+    else:
+        memory = value.local_shards()[0].tensor.new_empty(global_shape(value))
+    if memory.is_meta:
+        raise PlanError(
+            f"{key}: a sharded tensor on the meta device has no memory; call to_empty() first", key=key
+        )
+    return memory
+
+
 def is_without_memory(value: Any) -> bool:
     """Whether a value is a tensor on the meta device, so that there is nothing to load into."""
-    if type(value) in _PLAIN_TYPES:
+    if type(value) in PLAIN_TYPES:
         return bool(value.is_meta)
     return isinstance(value, torch.Tensor) and any(part.is_meta for part in local_parts(value))
 
@@ -194,15 +201,15 @@ def is_without_memory(value: Any) -> bool:
 def with_memory(value: Any, device: torch.device) -> Any:
     """A tensor like ``value``, which is on the meta device, with memory for what this rank holds of it.
 
-    Its layout and ``requires_grad`` are those of ``value``, and it is a parameter if that is one. What it
-    holds is junk.
+    Its layout and ``requires_grad`` are those of ``value``, and it is a parameter if ``value`` is one. Its
+    elements are not initialized.
 
     Raises:
         PlanError: It is a ShardedTensor or of a class that we cannot make.
     """
     if isinstance(value, DTensor):
         return with_local_memory(value, device)
-    if type(value) in _PLAIN_TYPES:
+    if type(value) in PLAIN_TYPES:
         made = torch.empty_like(value, device=device, requires_grad=value.requires_grad)
         is_parameter = isinstance(value, torch.nn.Parameter)
         return torch.nn.Parameter(made, requires_grad=value.requires_grad) if is_parameter else made
@@ -216,74 +223,39 @@ def find_chunk(value: Any, index: MetadataIndex) -> torch.Tensor:
     counts the chunks of all ranks.
 
     Raises:
-        PlanError: This rank holds no such chunk, or a sharded tensor is on the meta device: what is copied
-            into it would be lost without a word.
+        PlanError: This rank holds no such chunk, or a sharded tensor is on the meta device, where all that
+            is copied into it would be lost silently.
     """
-    if type(value) in _PLAIN_TYPES and not (index.offset and any(index.offset)):
+    offset = index.offset
+    if type(value) in PLAIN_TYPES and not (offset and any(offset)):
         return value  # type: ignore[no-any-return]
-    if is_sharded(value):
-        memory = _find_in_dtensor(value, index) if isinstance(value, DTensor) else _find_shard(value, index)
-        if memory.is_meta:
-            raise PlanError(
-                f"{index.fqn}: a sharded tensor on the meta device has no memory; call to_empty() first",
-                key=index.fqn,
-            )
-        return memory
-    if index.offset is not None and any(index.offset):
-        raise PlanError(
-            f"{index.fqn}: a chunk at {tuple(index.offset)} of a tensor that is not sharded was asked for",
-            key=index.fqn,
-        )
-    assert isinstance(value, torch.Tensor)
-    return value
-
-
-def _find_in_dtensor(value: DTensor, index: MetadataIndex) -> torch.Tensor:
-    pieces = held_pieces(value)
-    for piece in pieces:
-        if piece.offsets == index.offset or (index.offset is None and len(pieces) == 1):
-            return memory_of_piece(value, piece)
-    raise _no_such_chunk(index, [piece.offsets for piece in pieces])
-
-
-def _find_shard(value: ShardedTensor, index: MetadataIndex) -> torch.Tensor:
-    shards = value.local_shards()
-    size = global_shape(value)
-    if shards and 0 in size:
-        return shards[0].tensor.new_empty(size)
-    shards = [shard for shard in shards if shard.tensor.numel()]
-    for shard in shards:
-        if _offsets_of(shard) == index.offset or (index.offset is None and len(shards) == 1):
-            return shard.tensor
-    raise _no_such_chunk(index, [tuple(_offsets_of(shard)) for shard in shards])
+    chunks = local_chunks(value)
+    for number, chunk in enumerate(chunks):
+        if chunk.offsets == offset or (offset is None and len(chunks) == 1):
+            return _memory_of_chunk(value, number, index.fqn)
+    wanted = "the only one" if offset is None else f"one that begins at {tuple(offset)}"
+    held = [tuple(chunk.offsets) for chunk in chunks]
+    raise PlanError(
+        f"{index.fqn}: this rank holds the chunks that begin at {held}, and {wanted} was asked for",
+        key=index.fqn,
+    )
 
 
 def find_box(value: Any, key: str, box: ChunkStorageMetadata) -> torch.Tensor:
     """The memory of a box that lies within one local chunk: the chunk, or a view of a part of it.
 
     Raises:
-        PlanError: No chunk of this rank has the whole box in it.
+        PlanError: No chunk of this rank contains the whole box.
     """
     chunks = local_chunks(value)
-    for chunk in chunks:
+    for number, chunk in enumerate(chunks):
         starts = [a - b for a, b in zip(box.offsets, chunk.offsets, strict=True)]
         room = [b - a for a, b in zip(box.sizes, chunk.sizes, strict=True)]
         if all(0 <= start <= most for start, most in zip(starts, room, strict=True)):
-            memory = find_chunk(value, MetadataIndex(key, chunk.offsets))
-            for dim, (start, length) in enumerate(zip(starts, box.sizes, strict=True)):
-                memory = memory.narrow(dim, start, length)
-            return memory
+            return narrowed(_memory_of_chunk(value, number, key), starts, box.sizes)
     held = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
     raise PlanError(
         f"{key}: a box at {tuple(box.offsets)} of sizes {tuple(box.sizes)} was asked for, and none of this "
         f"rank's chunks has it: {held}",
         key=key,
-    )
-
-
-def _no_such_chunk(index: MetadataIndex, held: list[tuple[int, ...]]) -> PlanError:
-    wanted = "the only one" if index.offset is None else f"one that begins at {tuple(index.offset)}"
-    return PlanError(
-        f"{index.fqn}: this rank holds the chunks that begin at {held}, and {wanted} was asked for",
-        key=index.fqn,
     )

@@ -6,15 +6,13 @@ from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, placement_types
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard  # FSDP2 over tensor parallelism uses it
 
-from holdfast._tensors.layout import Cut, Piece, Reading, pieces_of, read_layout
+from holdfast._tensors.mesh_layout import Cut, HeldRuns, Piece, pieces_of, read_layout
 from holdfast.errors import PlanError
 
-__all__ = ["held_pieces", "local_tensor", "memory_of_piece", "with_local_memory"]
-
-# Private to torch, but FSDP2 over tensor parallelism puts it into every state dict.
-_StridedShard: Any = getattr(placement_types, "_StridedShard", None)
+__all__ = ["held_pieces", "local_tensor", "memory_of_piece", "narrowed", "with_local_memory"]
 
 
 def held_pieces(value: DTensor) -> tuple[Piece, ...]:
@@ -85,7 +83,7 @@ def _rises(numbers: Sequence[int]) -> bool:
     return all(a < b for a, b in itertools.pairwise(numbers))
 
 
-def _choose(value: DTensor, readings: Sequence[Reading]) -> Reading:
+def _choose(value: DTensor, readings: Sequence[HeldRuns]) -> HeldRuns:
     """The one meaning of the layout that agrees with the local tensor."""
     local = local_tensor(value)
     if len(readings) == 1 and readings[0].shape == local.shape:
@@ -133,17 +131,22 @@ def local_tensor(value: DTensor) -> torch.Tensor:
 def memory_of_piece(value: DTensor, piece: Piece) -> torch.Tensor:
     """The memory of one of the boxes of ``held_pieces``: the local tensor, or a view of it."""
     local = local_tensor(value).detach()
-    if local.shape == piece.lengths:
-        return local
-    if 0 in piece.lengths:
+    if local.shape != piece.lengths and 0 in piece.lengths:
         return local.new_empty(piece.lengths)
-    for dim, (start, length) in enumerate(zip(piece.starts, piece.lengths, strict=True)):
-        local = local.narrow(dim, start, length)
-    return local
+    return narrowed(local, piece.starts, piece.lengths)
+
+
+def narrowed(tensor: torch.Tensor, starts: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    """A view of a box of a tensor; the tensor itself if the box is all of it."""
+    if tensor.shape == lengths:
+        return tensor
+    for dim, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        tensor = tensor.narrow(dim, start, length)
+    return tensor
 
 
 def with_local_memory(value: DTensor, device: torch.device) -> DTensor:
-    """The same tensor, a parameter if it was one, with new memory for this rank's part; full of junk."""
+    """The same tensor, a parameter if it was one, with new, uninitialized memory for this rank's part."""
     made = DTensor.from_local(
         torch.empty_like(local_tensor(value).detach(), device=device),
         value.device_mesh,

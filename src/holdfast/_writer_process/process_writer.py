@@ -7,7 +7,7 @@ from concurrent import futures
 from typing import Any
 
 from holdfast._engine.ports import SavePlannerPort, WriterPort
-from holdfast._plan.write_lines import columns_of
+from holdfast._plan.write_columns import columns_of
 from holdfast._staging.staged import StagedState
 from holdfast._writer_process.client import ready_writer_process
 from holdfast._writer_process.process_messages import DONE, ProcessMessage
@@ -66,7 +66,7 @@ class ProcessWriter(WriterPort):
         request = SaveRequest(plan, request_planner(plan, planner.plugin), self.plugin)
         body = pack(request, self._staged.base)
         process = ready_writer_process()
-        self._total = sum(columns_of(plan).line_nbytes())
+        self._total = sum(columns_of(plan).item_nbytes())
         slot, reply = process.submit(body, self._fd)
         del request, body
         with self._lock:

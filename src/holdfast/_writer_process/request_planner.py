@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from holdfast._plan.own_values import HasOwnValues, own_values
-from holdfast._plan.write_lines import BYTE_IO, SHARD, TENSOR, columns_of, is_open
+from holdfast._plan.planner_values import HasOwnValues, own_values
+from holdfast._plan.write_columns import BYTE_IO, SHARD, TENSOR, columns_of, is_open
 from holdfast.errors import UsageError
 from holdfast.metadata import MetadataIndex
 from holdfast.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -89,7 +89,7 @@ def request_planner(plan: SavePlan, planner: SavePlanner) -> RequestPlanner:
         if kind == TENSOR and values is not None:
             made.whole[columns.keys[number]] = values[columns.keys[number]]
         elif kind in resolved:
-            item = columns.line(number) if opened is None else opened[number]
+            item = columns.item(number) if opened is None else opened[number]
             made.others[_place(item.index)] = planner.resolve_data(item)
     return made
 

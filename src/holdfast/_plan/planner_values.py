@@ -1,4 +1,7 @@
-"""Whether a default planner is left as it is, so that its values can be used without asking for each."""
+"""The values of a default planner, taken from its flat state instead of asking the planner for each.
+
+That is right only while nobody has overridden the methods that find values.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,9 +10,11 @@ __all__ = ["HasOwnValues", "finds_values_itself", "own_values"]
 
 
 class HasOwnValues:
-    """A planner that can show its flat state, unless a subclass has changed how values are found.
+    """A planner whose methods look values up in its flat state.
 
-    ``resolvers`` names, for each method that the storage calls, the methods that it goes through.
+    Attributes:
+        resolvers: For each method that a storage calls, the methods of the planner that it goes through.
+        state_dict: The flat state.
     """
 
     resolvers: Mapping[str, tuple[str, ...]]
@@ -17,7 +22,7 @@ class HasOwnValues:
 
 
 def finds_values_itself(planner: Any, method: str) -> bool:
-    """Whether ``method`` would only look a value up in the planner's flat state: nobody has changed it."""
+    """Whether ``method`` only looks a value up in the planner's flat state: nobody has overridden it."""
     if not isinstance(planner, HasOwnValues):
         return False
     owner = next(cls for cls in type(planner).__mro__ if "resolvers" in vars(cls))
@@ -28,5 +33,5 @@ def finds_values_itself(planner: Any, method: str) -> bool:
 
 
 def own_values(planner: Any, method: str) -> Mapping[str, Any] | None:
-    """The values of a planner by flat key, if ``method`` would only look them up there; else None."""
+    """The flat state of a planner whose ``method`` only looks values up in it; None for other planners."""
     return planner.state_dict if finds_values_itself(planner, method) else None

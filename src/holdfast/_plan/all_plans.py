@@ -1,67 +1,44 @@
-"""All ranks' offers in one table: who else offers the same, and what they describe together.
+"""All ranks' save plans in one table: what they name alike, and what they describe together.
 
-A million offers are sorted and compared as tensors of numbers; none of them becomes an object.
+A million items are sorted and compared as tensors of numbers; none of them becomes an object.
 """
 
 import itertools
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 import torch
 
 from holdfast._format.description import OBJECT, TENSOR, Description, column, concatenated
-from holdfast._plan.entries import boxes_column, properties_in_words
-from holdfast._plan.write_lines import SHARD, WriteColumns
+from holdfast._plan.metadata_entries import boxes_column, properties_in_words
+from holdfast._plan.write_columns import SHARD, WriteColumns
 from holdfast.errors import InvalidPlanError
 
-__all__ = ["Offers", "Shared"]
+__all__ = ["AllPlans"]
 
 
-class Shared(NamedTuple):
-    """The chunks and objects that several ranks offer, thing by thing.
+class AllPlans:
+    """The items of all ranks' plans: one row for each, rank after rank.
 
-    Attributes:
-        rows: The rows of the table that offer them, those of one thing after the other in the order of ranks.
-            At the end are empty shards that stand at the place of one that is not, and belong to no thing.
-        begins: Where the rows of each thing begin.
-        counts: How many they are.
-        nbytes: How much each of them would write.
-    """
-
-    rows: torch.Tensor
-    begins: torch.Tensor
-    counts: torch.Tensor
-    nbytes: torch.Tensor
-
-    def by_holders(self, things: torch.Tensor, rank: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The things in portions that the same ranks hold, those of few ranks first.
-
-        Args:
-            things: Which ones; they keep their order within a portion.
-            rank: For each row of the table its rank.
-        """
-        counts, world = self.counts[things], int(rank.max()) + 1
-        for count in torch.unique(counts).tolist():
-            of_count = things[counts == count]
-            ranks = rank[self.rows[self.begins[of_count, None] + torch.arange(count)]]
-            same = torch.zeros(len(of_count), dtype=torch.int64)
-            for holder in ranks.unbind(1):
-                _, same = torch.unique(same * world + holder, return_inverse=True)
-            order = torch.argsort(same, stable=True)
-            yield from torch.split(of_count[order], torch.bincount(same).tolist())
-
-
-class Offers:
-    """The lines of all ranks' plans, one below the other.
+    Args:
+        plans: The plans in rank order.
+        keys: The first of the different keys, if their order is known; others follow as they are met.
 
     Attributes:
-        keys: The different keys, in the order of their first offer, or as they are given.
+        keys: The different keys.
+        forms: The different forms.
+        offsets: The different offsets of chunks.
         rank: For each row its rank.
         position: Its number in that rank's plan.
         key: The number of its key.
         form: The number of its form in ``forms``; -1 for what is not a tensor.
         offset: The number of its offset in ``offsets``; -1 for what is not a tensor.
+        order: The rows, sorted by key and offset.
+        name: For each row in this order, a number that equals another row's if key and offset do.
+
+    Raises:
+        InvalidPlanError: Under one key some rows are tensors and some are not, or shapes or dtypes differ.
     """
 
     def __init__(self, plans: Sequence[WriteColumns], keys: Sequence[str] = ()) -> None:
@@ -80,11 +57,12 @@ class Offers:
         self.form = form.look_up(self.rank, _numbers([plan.form for plan in plans]))
         self.offset = offset.look_up(self.rank, _numbers([plan.offset for plan in plans]))
         name = self.key * (len(self.offsets) + 1) + self.offset + 1
-        self._order = torch.argsort(name, stable=True)
-        self._name = name[self._order]
+        self.order = torch.argsort(name, stable=True)
+        self.name = name[self.order]
+        self._check_keys()
 
     def nbytes(self) -> torch.Tensor:
-        """What each row would write, as far as it is known."""
+        """The bytes that each row writes, as far as they are known before it is written."""
         by_form = torch.tensor([*(form.nbytes for form in self.forms), 0])
         found = by_form[self.form]
         for rank, plan in enumerate(self.plans):
@@ -94,19 +72,14 @@ class Offers:
                     found[begin + position] = nbytes
         return found
 
-    def check(self) -> None:
-        """Raise if offers under one key cannot be of one thing.
-
-        Raises:
-            InvalidPlanError: Some are tensors and some are not, or their shapes or dtypes differ.
-        """
+    def _check_keys(self) -> None:
         families: dict[Any, int] = {}
         of_form = [families.setdefault((f.size, f.properties[0]), len(families)) for f in self.forms]
-        key = self.key[self._order]
-        family = torch.tensor([*of_form, -1])[self.form][self._order]
+        key = self.key[self.order]
+        family = torch.tensor([*of_form, -1])[self.form][self.order]
         wrong = ((key[1:] == key[:-1]) & (family[1:] != family[:-1])).nonzero()
         if len(wrong):
-            self._refuse(int(self._order[wrong[0]]), int(self._order[wrong[0] + 1]))
+            self._refuse(int(self.order[wrong[0]]), int(self.order[wrong[0] + 1]))
 
     def _refuse(self, one: int, other: int) -> None:
         key = self.keys[int(self.key[one])]
@@ -122,51 +95,26 @@ class Offers:
             key=key,
         )
 
-    def shared(self) -> Shared | None:
-        """What several rows offer; None if nothing is.
-
-        Raises:
-            InvalidPlanError: Ranks offer different chunks at one place.
-        """
-        starts = torch.ones(len(self._name), dtype=torch.bool)
-        starts[1:] = self._name[1:] != self._name[:-1]
-        if bool(starts.all()):
-            return None
-        thing = torch.cumsum(starts, 0) - 1
-        count = int(thing[-1]) + 1
-        sizes = self.nbytes()[self._order]
-        # Empty shards may stand at the place of one that is not.
-        largest = torch.zeros(count, dtype=torch.int64).scatter_reduce_(0, thing, sizes, "amax")
-        is_full = sizes == largest[thing]
-        wrong = ~is_full & (sizes != 0) & (self.form[self._order] >= 0)
-        if bool(wrong.any()):
-            self._refuse_sizes(self._order[thing == thing[wrong.nonzero()[0]]].tolist())
-        is_shared = (torch.bincount(thing) > 1)[thing]
-        full, empty = is_shared & is_full, is_shared & ~is_full
-        things, counts = torch.unique_consecutive(thing[full], return_counts=True)
-        rows = torch.cat([self._order[full], self._order[empty]])
-        return Shared(rows, torch.cumsum(counts, 0) - counts, counts, largest[things])
-
-    def _refuse_sizes(self, rows: list[int]) -> None:
+    def refuse_sizes(self, rows: list[int]) -> NoReturn:
+        """Raise for rows that name one place and have chunks of different shapes there."""
         key = self.keys[int(self.key[rows[0]])]
         said: dict[tuple[int, ...], int] = {}
         for row in rows:
             said.setdefault(tuple(self.forms[int(self.form[row])].lengths), int(self.rank[row]))
-        offers = " and ".join(f"rank {rank} one of {lengths}" for lengths, rank in said.items())
+        held = " and ".join(f"rank {rank} one of {lengths}" for lengths, rank in said.items())
         raise InvalidPlanError(
-            f"{key}: ranks offer different chunks at one place: {offers}. The tensor must be sharded in the "
+            f"{key}: ranks offer different chunks at one place: {held}. The tensor must be sharded in the "
             "same way on all ranks.",
             key=key,
         )
 
     def describe(self) -> tuple[Description, list["array[int]"]]:
-        """What all rows write, each once, and for each plan where its lines stand among their key's chunks.
+        """What all rows write, and for each plan the positions of its items among the chunks of their keys.
 
         Raises:
-            InvalidPlanError: Two rows are the same and are not shards.
+            InvalidPlanError: Two rows have the same key and offset, and are not shards.
         """
-        self.check()
-        order = self._order
+        order = self.order
         self._refuse_doubles()
         key = self.key[order]
         begins = torch.searchsorted(key, torch.arange(len(self.keys)))
@@ -198,9 +146,9 @@ class Offers:
         return description, [every[a:b] for a, b in itertools.pairwise(ends)]
 
     def _refuse_doubles(self) -> None:
-        same = (self._name[1:] == self._name[:-1]).nonzero().flatten()
+        same = (self.name[1:] == self.name[:-1]).nonzero().flatten()
         for at in same.tolist():
-            for row in (int(self._order[at]), int(self._order[at + 1])):
+            for row in (int(self.order[at]), int(self.order[at + 1])):
                 plan = self.plans[int(self.rank[row])]
                 if plan.kinds[int(self.position[row])] != SHARD:
                     key = self.keys[int(self.key[row])]

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as the records that plugins see and as the columns that we work on."""
+"""``Metadata.state_dict_metadata`` as the records that plugins see, and as the columns that we work on."""
 
 import ctypes
 import functools
@@ -13,6 +13,7 @@ from holdfast._deferred import DeferredEntries, DeferredList
 from holdfast._format.description import OBJECT, TENSOR, Description, Directory, column, concatenated
 from holdfast.errors import MetadataFormatError
 from holdfast.metadata import (
+    MEMORY_FORMATS,
     STORAGE_TYPES,
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -22,18 +23,20 @@ from holdfast.metadata import (
 )
 
 __all__ = [
-    "Entries",
+    "MetadataEntries",
     "boxes_column",
+    "chunk_boxes",
     "column_of",
     "description_of",
     "directory_of",
     "dtypes_of",
+    "is_one_whole_chunk",
     "numbers_of",
     "properties_in_words",
 ]
 
 
-class Entries(DeferredEntries[STORAGE_TYPES]):
+class MetadataEntries(DeferredEntries[STORAGE_TYPES]):
     """``Metadata.state_dict_metadata``: columns until somebody looks at a key, and then that key alone.
 
     Attributes:
@@ -57,7 +60,7 @@ class Entries(DeferredEntries[STORAGE_TYPES]):
         if directory.kinds[number] == OBJECT:
             return BytesStorageMetadata()
         described = self.described[directory.properties[number]]
-        # A record of its own: whoever looks at it may change it.
+        # A new record each time: the caller may change it.
         properties = TensorProperties.__new__(TensorProperties)
         properties.__dict__.update(described.__dict__)
         chunks = DeferredList(directory.count[number], lambda: _chunks(directory, number))
@@ -66,7 +69,7 @@ class Entries(DeferredEntries[STORAGE_TYPES]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.is_open:
             return super().__reduce_ex__(protocol)
-        return Entries, (self.columns, "the metadata", self.directory)
+        return MetadataEntries, (self.columns, "the metadata", self.directory)
 
 
 def _chunks(directory: Directory, number: int) -> Iterable[ChunkStorageMetadata]:
@@ -78,17 +81,14 @@ def _chunks(directory: Directory, number: int) -> Iterable[ChunkStorageMetadata]
 
 def dtypes_of(metadata: Metadata) -> list[torch.dtype]:
     """The dtypes of the description's properties, by their number."""
-    entries = metadata.state_dict_metadata
-    if isinstance(entries, Entries) and not entries.is_open:
-        return [properties.dtype for properties in entries.described]
     words = description_of(metadata).properties
     return [_tensor_properties(*properties, path="the metadata").dtype for properties in words]
 
 
 def description_of(metadata: Metadata) -> Description:
-    """What the metadata describes, as columns, whatever its entries are."""
+    """What the metadata describes, as columns; they are made from the records if somebody has seen those."""
     entries = metadata.state_dict_metadata
-    if isinstance(entries, Entries) and not entries.is_open:
+    if isinstance(entries, MetadataEntries) and not entries.is_open:
         return entries.columns
     tensors = [entry for entry in entries.values() if isinstance(entry, TensorStorageMetadata)]
     chunks = [chunk for entry in tensors for chunk in entry.chunks]
@@ -139,10 +139,30 @@ def boxes_column(sizes: Sequence[Sequence[int]], used: torch.Tensor) -> bytes:
     return column_of(rows[torch.arange(most) < ndims[used].unsqueeze(1)])
 
 
+def is_one_whole_chunk(directory: Directory, number: int) -> bool:
+    """Whether a tensor is stored in one piece."""
+    begin, end = directory.box_at[number], directory.box_at[number + 1]
+    return (
+        directory.count[number] == 1
+        and directory.lengths[begin:end].tolist() == directory.shape(number)
+        and not any(directory.offsets[begin:end])
+    )
+
+
+def chunk_boxes(directory: Directory, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The offsets and the lengths of a tensor's chunks, one row a chunk; at least one of each."""
+    begin, end, ndim = directory.box_at[number], directory.box_at[number + 1], directory.ndim[number]
+    offsets, lengths = (
+        torch.frombuffer(bytearray(column[begin:end]), dtype=torch.int64).view(-1, ndim)
+        for column in (directory.offsets, directory.lengths)
+    )
+    return offsets, lengths
+
+
 def directory_of(metadata: Metadata) -> Directory:
-    """Where each key's part of those columns begins."""
+    """Where each key's part of the columns of ``description_of`` begins."""
     entries = metadata.state_dict_metadata
-    if isinstance(entries, Entries) and not entries.is_open:
+    if isinstance(entries, MetadataEntries) and not entries.is_open:
         return entries.directory
     return Directory(description_of(metadata))
 
@@ -157,9 +177,6 @@ def properties_in_words(
 
 def _word(value: object) -> str:
     return str(value).removeprefix("torch.")
-
-
-_MEMORY_FORMATS = ("contiguous_format", "channels_last", "channels_last_3d", "preserve_format")
 
 
 def _tensor_properties(
@@ -177,6 +194,6 @@ def _tensor_properties(
         made,
         made_layout if isinstance(made_layout, torch.layout) else torch.strided,
         requires_grad,
-        getattr(torch, memory_format) if memory_format in _MEMORY_FORMATS else torch.contiguous_format,
+        MEMORY_FORMATS.get(memory_format, torch.contiguous_format),
         pin_memory,
     )

@@ -10,10 +10,20 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from holdfast._format.typed_key import TypedKey
-from holdfast._plan.alike import pack, unpack
+from holdfast._plan.interning import pack, unpack
 from holdfast.errors import UsageError
 
-__all__ = ["Container", "Path", "Slot", "Structure", "flatten", "true_key", "unflatten"]
+__all__ = [
+    "Container",
+    "Path",
+    "Slot",
+    "Structure",
+    "containers_of",
+    "flatten",
+    "merge_structures",
+    "true_key",
+    "unflatten",
+]
 
 Path: TypeAlias = "tuple[str | int, ...]"
 """How to reach a leaf: strings are keys of dicts, ints are positions in lists."""
@@ -48,7 +58,7 @@ class Structure(dict[str, Path]):
     def __or__(self, other: Any) -> "Structure":  # type: ignore[override]
         """This with more entries, its containers kept."""
         joined = Structure({**self, **other})
-        joined.containers = {**self.containers, **getattr(other, "containers", {})}
+        joined.containers = {**self.containers, **containers_of(other)}
         return joined
 
     def __reduce__(self) -> Any:
@@ -60,14 +70,29 @@ class Structure(dict[str, Path]):
         if not other.keys() <= self.keys():
             for key, path in other.items():
                 self.setdefault(key, path)
-        for where, kind in getattr(other, "containers", {}).items():
+        for where, kind in containers_of(other).items():
             self.containers.setdefault(where, kind)
 
 
 def _structure_as_received(paths: bytes, containers: dict[Path, Container]) -> Structure:
-    made = Structure(unpack(paths))
+    made = Structure(unpack(paths, dict))
     made.containers = containers
     return made
+
+
+def containers_of(planner_data: Any) -> dict[Path, Container]:
+    """The containers that a checkpoint's planner data records; none if another planner than ours made it."""
+    return planner_data.containers if isinstance(planner_data, Structure) else {}
+
+
+def merge_structures(all_ranks: list[Any]) -> Structure:
+    """The structure of a state of which each rank has a part, from the planner data of all ranks' plans."""
+    if len(all_ranks) == 1 and isinstance(all_ranks[0], Structure):
+        return all_ranks[0]
+    merged = Structure()
+    for planner_data in all_ranks:
+        merged.merge({} if planner_data is None else planner_data)
+    return merged
 
 
 def flatten(
@@ -93,7 +118,7 @@ def flatten(
     Raises:
         UsageError: Two leaves have the same flat key, or the state contains itself.
     """
-    walk = _Walk(is_tensor, open_every_dict=open_every_dict)
+    walk = _Flattening(is_tensor, open_every_dict=open_every_dict)
     try:
         walk.visit_dict((), state)
     except RecursionError:
@@ -101,7 +126,7 @@ def flatten(
     return walk.leaves, walk.structure, walk.slots
 
 
-class _Walk:
+class _Flattening:
     def __init__(self, is_tensor: Callable[[Any], bool], *, open_every_dict: bool) -> None:
         self.is_tensor = is_tensor
         self.open_every_dict = open_every_dict
@@ -116,11 +141,12 @@ class _Walk:
         is_container = self.is_container.get(kind)
         if is_container is None:
             is_container = self.is_container[kind] = issubclass(kind, Mapping | list)
-        if is_container and isinstance(value, Mapping) and self.opens_dict(value):
-            self.visit_dict(path, value)
-        elif is_container and isinstance(value, list) and self.opens_list(value):
-            for number, entry in enumerate(value):
-                self.visit((*path, number), entry, (value, number))
+        if is_container and self.is_opened(value):
+            if isinstance(value, list):
+                for number, entry in enumerate(value):
+                    self.visit((*path, number), entry, (value, number))
+            else:
+                self.visit_dict(path, value)
         else:
             key = ".".join(map(str, path)) if len(path) > 1 else str(path[0])
             if not key.isascii():
@@ -160,22 +186,12 @@ class _Walk:
                 )
             seen[name] = key
 
-    def opens_dict(self, value: Mapping[Any, Any]) -> bool:
-        return self.open_every_dict or any(self.holds_tensor(entry) for entry in value.values())
-
-    def opens_list(self, value: list[Any]) -> bool:
-        return any(
-            self.is_tensor(entry)
-            or (isinstance(entry, Mapping) and self.opens_dict(entry))
-            or (isinstance(entry, list) and self.opens_list(entry))
-            for entry in value
-        )
-
-    def holds_tensor(self, value: Any) -> bool:
+    def is_opened(self, value: Any) -> bool:
+        """Whether a container is opened; asked of what a list or dict holds, whether that is a reason to."""
         if isinstance(value, Mapping):
-            return any(self.holds_tensor(entry) for entry in value.values())
+            return self.open_every_dict or any(map(self.is_opened, value.values()))
         if isinstance(value, list):
-            return any(self.holds_tensor(entry) for entry in value)
+            return any(map(self.is_opened, value))
         return self.is_tensor(value)
 
 

@@ -1,15 +1,57 @@
-"""Rows of a pickle that are alike but for some numbers, written for all chunks of a tensor at once."""
+"""Single pickle opcodes as bytes, and rows of opcodes that are alike but for some numbers."""
 
 import struct
+from collections.abc import Iterable
 
-__all__ = ["Table", "reference_number"]
+__all__ = [
+    "PACK_COUNT",
+    "Table",
+    "encode_int",
+    "encode_ints",
+    "encode_tuple",
+    "reference_number",
+    "tuple_opcodes",
+]
 
-_NUMBER = struct.Struct("<I")
+_BYTE_INTS = [b"K%c" % number for number in range(256)]
+_INT2 = struct.Struct("<cH").pack
+_INT4 = struct.Struct("<ci").pack
+PACK_COUNT = struct.Struct("<cI").pack
+"""An opcode and its operand of 32 bits."""
+_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
+
+
+def encode_int(value: int) -> bytes:
+    """The opcode that pushes a number of any size."""
+    if 0 <= value < 256:
+        return _BYTE_INTS[value]
+    if 0 <= value < 65536:
+        return _INT2(b"M", value)
+    if -(2**31) <= value < 2**31:
+        return _INT4(b"J", value)
+    raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return (b"\x8a" + bytes((len(raw),)) if len(raw) < 256 else PACK_COUNT(b"\x8b", len(raw))) + raw
+
+
+def tuple_opcodes(length: int) -> tuple[bytes, bytes]:
+    """What stands before and after the items of a tuple."""
+    return (b"", _TUPLES[length]) if length < 4 else (b"(", b"t")
+
+
+def encode_tuple(items: list[bytes]) -> bytes:
+    """The opcodes of a tuple, given those of its items."""
+    opening, closing = tuple_opcodes(len(items))
+    return opening + b"".join(items) + closing
+
+
+def encode_ints(values: Iterable[int]) -> bytes:
+    """The opcodes of a tuple of numbers."""
+    return encode_tuple([encode_int(value) for value in values])
 
 
 def reference_number(opcodes: bytes) -> int:
     """The number of what a reference refers to."""
-    return opcodes[1] if opcodes[:1] == b"h" else int(_NUMBER.unpack(opcodes[1:])[0])
+    return opcodes[1] if opcodes[:1] == b"h" else int.from_bytes(opcodes[1:], "little")
 
 
 def _is_wide(column: bytes, begin: int, step: int) -> bool:

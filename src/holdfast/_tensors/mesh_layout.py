@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Cut", "Piece", "Reading", "pieces_of", "read_layout"]
+__all__ = ["Cut", "HeldRuns", "Piece", "pieces_of", "read_layout"]
 
 Run: TypeAlias = tuple[int, int]
 """Where it begins in the whole dimension, and how long it is."""
@@ -38,7 +38,7 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reading:
+class HeldRuns:
     """One meaning of a layout: the runs that a rank holds of every dimension.
 
     Attributes:
@@ -71,7 +71,7 @@ def read_layout(
     coordinate: tuple[int, ...],
     cuts: tuple[Cut | None, ...],
     order: tuple[int, ...] | None = None,
-) -> tuple[Reading, ...]:
+) -> tuple[HeldRuns, ...]:
     """What the rank at ``coordinate`` holds, in every meaning that the layout can have.
 
     With strided cuts there may be two, which differ only where the tensor does not divide evenly. One is to
@@ -132,13 +132,13 @@ def _read(
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
     sequence: Sequence[tuple[int, Cut]],
-) -> Reading:
+) -> HeldRuns:
     runs = [_tidy([(0, length)]) for length in shape]
     for mesh_dim, cut in sequence:
         runs[cut.dim] = _take_share(
             runs[cut.dim], mesh_shape[mesh_dim], coordinate[mesh_dim], cut.split_factor
         )
-    return Reading(tuple(runs), tuple(_total(of_dim) for of_dim in runs))
+    return HeldRuns(tuple(runs), tuple(_total(of_dim) for of_dim in runs))
 
 
 def _take_share(runs: Runs, shares: int, position: int, split_factor: int) -> Runs:
@@ -184,7 +184,7 @@ def _total(runs: Runs) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def pieces_of(reading: Reading) -> tuple[Piece, ...]:
+def pieces_of(reading: HeldRuns) -> tuple[Piece, ...]:
     """The boxes that a rank holds, each a box of its local tensor too; none if it holds no element.
 
     A tensor of no dimensions is one box.

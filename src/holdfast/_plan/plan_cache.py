@@ -1,9 +1,9 @@
-"""Plans that are used again: an unchanged second save sends nothing but the word that nothing changed."""
+"""The plan cache: while nothing changes, a rank sends only that its plan is the same as last time."""
 
 from collections.abc import Callable
 from typing import Any
 
-from holdfast._plan.structure import true_key
+from holdfast._plan.flatten import containers_of, true_key
 from holdfast.errors import InvalidPlanError
 from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan, SavePlanner
@@ -14,7 +14,7 @@ _AS_LAST_TIME = SavePlan([], usable=False)
 
 
 class PlanCache:
-    """The cached plans of one planner during one save; they live on ``SavePlanner``, where torch has them.
+    """The cached plans of one planner during one save. They are kept on ``SavePlanner``, as torch keeps them.
 
     A plan is "the same" only if everything in it is: keys and their types, boxes, shapes, dtypes and other
     properties, containers. What a rank remembers is forgotten when a save begins and remembered again when
@@ -100,5 +100,5 @@ def _shape_of(planner_data: Any) -> Any:
         for path in planner_data.values()
         if isinstance(path, tuple)
     ]
-    containers = getattr(planner_data, "containers", {})
+    containers = containers_of(planner_data)
     return keys, [([(type(true_key(s)), true_key(s)) for s in p], kind) for p, kind in containers.items()]

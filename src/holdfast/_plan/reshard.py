@@ -1,4 +1,4 @@
-"""What a rank must read to fill a tensor: the boxes of stored chunks, and the proof that none is missing."""
+"""Resharding: which boxes of which stored chunks fill a tensor, and the proof that none is missing."""
 
 from typing import Any
 
@@ -6,20 +6,21 @@ import torch
 
 from holdfast._format.description import Directory
 from holdfast._geometry import Box, cover_of, intersect
-from holdfast._plan.read_lines import ReadColumns
+from holdfast._plan.metadata_entries import chunk_boxes, is_one_whole_chunk
+from holdfast._plan.read_columns import ReadColumns
 from holdfast._tensors.chunks import is_sharded, local_chunks
 from holdfast.errors import InvalidPlanError
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex
 from holdfast.planner import LoadItemType, ReadItem
 
-__all__ = ["fill_tensor", "is_one_whole_chunk"]
+__all__ = ["fill_tensor"]
 
 # From so many chunks on it is cheaper to look for the ones that matter in one pass over the columns.
 _MANY = 16
 
 
 def fill_tensor(columns: ReadColumns, key: str, number: int, value: Any) -> None:
-    """Add the lines that together fill what this rank holds of ``value``.
+    """Add the items that together fill what this rank holds of ``value``.
 
     Args:
         columns: The plan so far.
@@ -39,16 +40,6 @@ def fill_tensor(columns: ReadColumns, key: str, number: int, value: Any) -> None
         _fill_chunk(columns, key, number, wanted, local)
 
 
-def is_one_whole_chunk(directory: Directory, number: int) -> bool:
-    """Whether a tensor was stored in one piece."""
-    begin, end = directory.box_at[number], directory.box_at[number + 1]
-    return (
-        directory.count[number] == 1
-        and directory.lengths[begin:end].tolist() == directory.shape(number)
-        and not any(directory.offsets[begin:end])
-    )
-
-
 def _fill_chunk(
     columns: ReadColumns, key: str, number: int, wanted: ChunkStorageMetadata, local: int
 ) -> None:
@@ -63,7 +54,7 @@ def _fill_chunk(
         in_dest = tuple(a - b for a, b in zip(both.offsets, box.offsets, strict=True))
         in_chunk = tuple(a - b for a, b in zip(both.offsets, chunk.offsets, strict=True))
         covered.append(Box(in_dest, both.lengths))
-        line = ReadItem(
+        item = ReadItem(
             LoadItemType.TENSOR,
             dest,
             torch.Size(in_dest),
@@ -71,7 +62,7 @@ def _fill_chunk(
             torch.Size(in_chunk),
             torch.Size(both.lengths),
         )
-        columns.add_box(line, directory.row[number] + position)
+        columns.add_box(item, directory.row[number] + position)
     hole = cover_of(box.lengths, covered)
     if hole is not None:
         start = tuple(a + b for a, b in zip(hole.offsets, box.offsets, strict=True))
@@ -84,11 +75,9 @@ def _fill_chunk(
 
 def _candidates(directory: Directory, number: int, box: Box) -> list[tuple[int, Box]]:
     """The chunks of a tensor that may meet a box, each with its number among them."""
-    ndim, begin, end = directory.ndim[number], directory.box_at[number], directory.box_at[number + 1]
-    if directory.count[number] < _MANY or not ndim:
+    if directory.count[number] < _MANY or not directory.ndim[number]:
         return [(at, Box(tuple(o), tuple(n))) for at, (o, n) in enumerate(directory.boxes(number))]
-    offsets = torch.frombuffer(bytearray(directory.offsets[begin:end]), dtype=torch.int64).view(-1, ndim)
-    lengths = torch.frombuffer(bytearray(directory.lengths[begin:end]), dtype=torch.int64).view(-1, ndim)
+    offsets, lengths = chunk_boxes(directory, number)
     low, extent = torch.tensor(box.offsets), torch.tensor(box.lengths)
     meets = ((offsets < low + extent) & (offsets + lengths > low)).all(1).nonzero().flatten()
     found = zip(meets.tolist(), offsets[meets].tolist(), lengths[meets].tolist(), strict=True)

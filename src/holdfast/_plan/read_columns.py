@@ -1,0 +1,93 @@
+"""The items of a load plan as columns: whole tensors by number, and records only for what is cut."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from holdfast._deferred import DeferredList
+from holdfast._format.description import Directory
+from holdfast.metadata import MetadataIndex
+from holdfast.planner import LoadItemType, LoadPlan, ReadItem
+
+__all__ = ["ReadColumns", "ReadItems", "keys_of"]
+
+_NOWHERE = torch.Size([0])
+
+
+@dataclass(slots=True, eq=False)
+class ReadColumns:
+    """What one rank reads.
+
+    Attributes:
+        directory: What the checkpoint holds.
+        keys: The flat key of each item.
+        rows: The number of the stored item that it reads, counted over the whole checkpoint.
+        boxes: The records of items that read a part of a stored item, or fill a part of a tensor; by the
+            item's number. Every other item reads an object, or a tensor whole as it was saved.
+    """
+
+    directory: Directory
+    keys: list[str] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    boxes: dict[int, ReadItem] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def add_box(self, item: ReadItem, row: int) -> None:
+        """Append an item that its key alone does not describe."""
+        self.boxes[len(self.keys)] = item
+        self.keys.append(item.dest_index.fqn)
+        self.rows.append(row)
+
+    def take(self, numbers: Iterable[int]) -> "ReadColumns":
+        """Some of the items."""
+        taken = ReadColumns(self.directory)
+        for number in numbers:
+            if number in self.boxes:
+                taken.boxes[len(taken.keys)] = self.boxes[number]
+            taken.keys.append(self.keys[number])
+            taken.rows.append(self.rows[number])
+        return taken
+
+    def items(self) -> Iterator[ReadItem]:
+        """The items as records."""
+        return map(self.item, range(len(self.keys)))
+
+    def item(self, number: int) -> ReadItem:
+        """One item as a record."""
+        box = self.boxes.get(number)
+        if box is not None:
+            return box
+        key = self.keys[number]
+        of_key = self.directory.numbers[key]
+        if self.directory.kinds[of_key]:
+            index = MetadataIndex(key)
+            return ReadItem(LoadItemType.BYTE_IO, index, _NOWHERE, index, _NOWHERE, _NOWHERE)
+        shape = torch.Size(self.directory.shape(of_key))
+        zeros = torch.Size([0] * len(shape))
+        index = MetadataIndex(key, zeros, 0)
+        return ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, shape)
+
+
+class ReadItems(DeferredList[ReadItem]):
+    """The ``items`` of a load plan that is columns until somebody looks at an item."""
+
+    __slots__ = ("columns",)
+
+    def __init__(self, columns: ReadColumns) -> None:
+        super().__init__(len(columns), columns.items)
+        self.columns: ReadColumns | None = columns
+
+    def let_go(self) -> None:
+        """Drop the columns: the items may be changed from now on, and the columns would not know."""
+        self.columns = None
+
+
+def keys_of(plan: LoadPlan) -> list[str]:
+    """The key of each item of a plan."""
+    items = plan.items
+    if isinstance(items, ReadItems) and items.columns is not None:
+        return items.columns.keys
+    return [item.dest_index.fqn for item in items]

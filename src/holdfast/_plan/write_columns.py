@@ -1,0 +1,239 @@
+"""The items of a save plan as columns: what a rank can write, or must write, without an object for each item.
+
+Models repeat themselves: of a thousand tensors a dozen have different shapes. An item is therefore a key and
+two numbers, which refer to short lists: one of forms, one of offsets.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast._deferred import DeferredList
+from holdfast._plan.interning import pack, unpack
+from holdfast.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from holdfast.planner import BytesIOWriteData, SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+__all__ = [
+    "BYTE_IO",
+    "SHARD",
+    "TENSOR",
+    "Form",
+    "Numbering",
+    "WriteColumns",
+    "WriteItems",
+    "columns_of",
+    "is_open",
+]
+
+TENSOR, SHARD, BYTE_IO = (kind.value for kind in WriteItemType)
+_TYPES = {kind.value: kind for kind in WriteItemType}
+
+
+class Form(NamedTuple):
+    """What many items have in common.
+
+    Attributes:
+        properties: dtype, layout, requires_grad, name of the memory format, pin_memory.
+        size: The shape of the whole tensor.
+        lengths: The shape of the chunk.
+    """
+
+    properties: tuple[torch.dtype, torch.layout, bool, str, bool]
+    size: torch.Size
+    lengths: torch.Size
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the chunk's elements."""
+        return self.lengths.numel() * self.properties[0].itemsize
+
+    def make_properties(self) -> TensorProperties:
+        """A new record of the properties, which the caller may change."""
+        made = TensorProperties.__new__(TensorProperties)
+        made.__setstate__(self.properties)
+        return made
+
+
+@dataclass(slots=True)
+class WriteColumns:
+    """The items of one rank's plan.
+
+    Attributes:
+        keys: The flat key of each item.
+        kinds: The value of its ``WriteItemType``.
+        form: The number of its form in ``forms``; -1 for an item that is not a tensor.
+        offset: The number of its offset in ``offsets``; -1 for an item that is not a tensor.
+        hints: The position of its chunk among the chunks of its key; -1 where that is not known.
+        forms: The different forms.
+        offsets: The different offsets of chunks.
+        nbytes: The size of those items that are not tensors and whose size is known, by the item's number.
+    """
+
+    keys: list[str] = field(default_factory=list)
+    kinds: bytearray = field(default_factory=bytearray)
+    form: "array[int]" = field(default_factory=partial(array, "i"))
+    offset: "array[int]" = field(default_factory=partial(array, "i"))
+    hints: "array[int]" = field(default_factory=partial(array, "i"))
+    forms: list[Form] = field(default_factory=list)
+    offsets: list[torch.Size] = field(default_factory=list)
+    nbytes: dict[int, int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def add(self, key: str, kind: int, form: int, offset: int, hint: int) -> None:
+        """Append an item, given the numbers of its form and offset."""
+        self.keys.append(key)
+        self.kinds.append(kind)
+        self.form.append(form)
+        self.offset.append(offset)
+        self.hints.append(hint)
+
+    def item_nbytes(self) -> list[int]:
+        """The bytes that each item writes, as far as they are known before it is written."""
+        by_form = [form.nbytes for form in self.forms]
+        # The last one is what the number -1 finds.
+        sizes = list(map([*by_form, 0].__getitem__, self.form))
+        for number, nbytes in self.nbytes.items():
+            sizes[number] = nbytes
+        return sizes
+
+    def take(self, numbers: Sequence[int]) -> "WriteColumns":
+        """Some of the items, with lists of forms and offsets of their own, so that more can be added."""
+        return WriteColumns(
+            list(map(self.keys.__getitem__, numbers)),
+            bytearray(map(self.kinds.__getitem__, numbers)),
+            array("i", map(self.form.__getitem__, numbers)),
+            array("i", map(self.offset.__getitem__, numbers)),
+            array("i", map(self.hints.__getitem__, numbers)),
+            self.forms.copy(),
+            self.offsets.copy(),
+            {at: self.nbytes[n] for at, n in enumerate(numbers) if n in self.nbytes} if self.nbytes else {},
+        )
+
+    def with_hints(self, hints: "array[int]") -> "WriteColumns":
+        """The same items with other hints."""
+        return replace(self, hints=hints)
+
+    def items(self) -> Iterator[WriteItem]:
+        """The items as records."""
+        return map(self.item, range(len(self.keys)))
+
+    def item(self, number: int) -> WriteItem:
+        """One item as a new record, which the caller may change."""
+        key, hint = self.keys[number], self.hints[number]
+        known_hint = None if hint < 0 else hint
+        if self.kinds[number] == BYTE_IO:
+            known = BytesIOWriteData(self.nbytes[number]) if number in self.nbytes else None
+            return WriteItem(MetadataIndex(key, None, known_hint), WriteItemType.BYTE_IO, known)
+        form, offset = self.forms[self.form[number]], self.offsets[self.offset[number]]
+        chunk = ChunkStorageMetadata(offset, form.lengths)
+        data = TensorWriteData(chunk, form.make_properties(), form.size)
+        return WriteItem(MetadataIndex(key, offset, known_hint), _TYPES[self.kinds[number]], None, data)
+
+    def __reduce__(self) -> Any:
+        # Tuples: a torch.Size takes twice as long on the way.
+        forms = [(properties, tuple(size), tuple(lengths)) for properties, size, lengths in self.forms]
+        columns = (self.kinds, self.form, self.offset, self.hints)
+        return _as_received, (
+            pack(self.keys),
+            pack(forms),
+            columns,
+            list(map(tuple, self.offsets)),
+            self.nbytes,
+        )
+
+
+def _make_forms(parts: list[tuple[Any, tuple[int, ...], tuple[int, ...]]]) -> list[Form]:
+    size = torch.Size
+    return [Form(properties, size(whole), size(lengths)) for properties, whole, lengths in parts]
+
+
+def _as_received(
+    keys: bytes,
+    forms: bytes,
+    columns: tuple[bytearray, "array[int]", "array[int]", "array[int]"],
+    offsets: list[tuple[int, ...]],
+    nbytes: dict[int, int],
+) -> WriteColumns:
+    sizes = list(map(torch.Size, offsets))
+    return WriteColumns(unpack(keys, list), *columns, unpack(forms, _make_forms), sizes, nbytes)
+
+
+class WriteItems(DeferredList[WriteItem]):
+    """The ``items`` of a plan that is columns until somebody looks at an item."""
+
+    __slots__ = ("columns",)
+
+    def __init__(self, columns: WriteColumns) -> None:
+        super().__init__(len(columns), columns.items)
+        self.columns: WriteColumns | None = columns
+
+    def let_go(self) -> None:
+        """Drop the columns: the items may be changed from now on, and the columns would not know."""
+        self.columns = None
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, WriteItems) and self.columns is not None and other.columns is not None:
+            return self.columns == other.columns
+        return super().__eq__(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.columns is not None:
+            return WriteItems, (self.columns,)
+        return super().__reduce_ex__(protocol)
+
+
+def columns_of(plan: SavePlan) -> WriteColumns:
+    """The items of any plan as columns: those it has, or new ones made from its records."""
+    items = plan.items
+    if isinstance(items, WriteItems) and items.columns is not None:
+        return items.columns
+    return _from_items(items)
+
+
+def is_open(plan: SavePlan) -> bool:
+    """Whether somebody has seen the items, and may have changed them."""
+    return not isinstance(plan.items, WriteItems) or plan.items.columns is None
+
+
+class Numbering:
+    """Numbers the forms and the offsets of the items that are added to columns; equal ones get one number."""
+
+    def __init__(self, columns: WriteColumns) -> None:
+        self._columns = columns
+        self._forms: dict[Form, int] = {}
+        self._offsets: dict[torch.Size, int] = {}
+
+    def of(self, form: Form, offset: torch.Size) -> tuple[int, int]:
+        """The numbers of a form and of an offset; new ones are added to the columns."""
+        form_number = self._forms.setdefault(form, len(self._forms))
+        if form_number == len(self._columns.forms):
+            self._columns.forms.append(form)
+        offset_number = self._offsets.setdefault(offset, len(self._offsets))
+        if offset_number == len(self._columns.offsets):
+            self._columns.offsets.append(offset)
+        return form_number, offset_number
+
+
+def _from_items(items: Iterable[WriteItem]) -> WriteColumns:
+    columns = WriteColumns()
+    numbering = Numbering(columns)
+    for item in items:
+        index, data = item.index, item.tensor_data
+        form = offset = -1
+        if data is not None:
+            # torch counts a chunk by its own offsets, and finds it by the index: they are one and the same.
+            form, offset = numbering.of(
+                Form(data.properties.__getstate__(), data.size, data.chunk.sizes), data.chunk.offsets
+            )
+        elif item.bytes_io_data is not None:
+            columns.nbytes[len(columns)] = item.bytes_io_data.nbytes
+        columns.add(index.fqn, item.type.value, form, offset, -1 if index.index is None else index.index)
+    return columns
