@@ -186,11 +186,12 @@ class BlockingAsyncStager(AsyncStager):
     """
 
     _synchronize_after_execute = False
+    # Of the class, because subclasses that are storage writers may never call our __init__.
+    _staging: Staging | None = None
 
     def __init__(self, cache_staged_state_dict: bool = False, type_check: bool = False) -> None:
         self.cache_staged_state_dict = cache_staged_state_dict
         self.type_check = type_check
-        self._staging: Staging | None = None
 
     def stage(self, state_dict: State) -> State:
         """Copy a state.
@@ -200,8 +201,7 @@ class BlockingAsyncStager(AsyncStager):
         """
         if self.type_check:
             _refuse_unusual_types(state_dict)
-        # Subclasses that are storage writers may never call our __init__.
-        staging = getattr(self, "_staging", None) or Staging()
+        staging = self._staging or Staging()
         staged = staging.stage(state_dict, when_busy="another")
         if self.cache_staged_state_dict:
             self._staging = staging
@@ -215,9 +215,8 @@ class BlockingAsyncStager(AsyncStager):
 
     def close(self) -> None:
         """Free the buffers. May be called twice."""
-        staging: Staging | None = getattr(self, "_staging", None)
-        if staging is not None:
-            staging.close()
+        if self._staging is not None:
+            self._staging.close()
             self._staging = None
 
 

@@ -1,4 +1,4 @@
-"""The buffers of a stager: taken once, used again, never under the eyes of one who still reads them."""
+"""The buffers of a stager are allocated once, reused, and never overwritten while somebody reads them."""
 
 import gc
 import os
