@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch_pickles import write_torch_metadata
+from tests.support.torch_pickles import write_torch_metadata
 
 import holdfast as hf
 from holdfast._format.inventory import StoredObject

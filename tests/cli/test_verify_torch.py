@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch_pickles import write_torch_metadata
+from tests.support.torch_pickles import write_torch_metadata
 from torch.distributed.checkpoint import state_dict_saver as stock
 
 from holdfast._format.torch_pickle_records import TorchProperties, TorchTensor

@@ -9,21 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from tests.faults.support import (
+from tests.support.checkpoints import (
     METADATA,
     changed_column,
     contents,
     data_files,
-    differing,
     failure_of,
-    large_state,
     load,
     put_back,
     read_manifest,
-    same,
-    small_state,
     write_manifest,
 )
+from tests.support.states import differing, large_state, same, small_state
 from torch.distributed.checkpoint import filesystem as torch_filesystem
 from torch.distributed.checkpoint import state_dict_saver as torch_saver
 

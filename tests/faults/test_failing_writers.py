@@ -9,16 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.faults.support import (
-    assert_no_more_threads_than,
-    committed_files,
-    contents,
-    failure_of,
-    living_threads,
-    load,
-    same,
-    small_state,
-)
+from tests.support.checkpoints import committed_files, contents, failure_of, load
+from tests.support.process import assert_no_more_threads_than, living_threads
+from tests.support.states import same, small_state
 from torch.futures import Future
 
 import holdfast as hf

@@ -12,15 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.faults.support import (
-    MIB,
-    assert_no_more_threads_than,
-    committed_files,
-    contents,
-    living_threads,
-    load,
-    same,
-)
+from tests.support.checkpoints import committed_files, contents, load
+from tests.support.process import assert_no_more_threads_than, living_threads
+from tests.support.states import MIB, same
 
 import holdfast as hf
 from holdfast.extension import ZStandard

@@ -14,20 +14,18 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from tests.faults.support import (
+from tests.support.checkpoints import (
     METADATA,
-    MIB,
-    PeakMemory,
     changed_column,
     contents,
     data_files,
     failure_of,
     load,
     read_manifest,
-    same,
-    small_state,
     write_manifest,
 )
+from tests.support.process import PeakMemory
+from tests.support.states import MIB, same, small_state
 from torch.distributed.checkpoint import filesystem as torch_filesystem
 from torch.distributed.checkpoint import state_dict_saver as torch_saver
 

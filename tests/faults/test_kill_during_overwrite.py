@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.faults.support import committed_files, contents, large_state, load, put_back, same, small_state
+from tests.support.checkpoints import committed_files, contents, load, put_back
+from tests.support.states import large_state, same, small_state
 
 import holdfast as hf
 from holdfast.extension import ZStandard

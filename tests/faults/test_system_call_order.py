@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults.support import contents, load, put_back, same, small_state
+from tests.support.checkpoints import contents, load, put_back
+from tests.support.states import same, small_state
 
 import holdfast as hf
 from holdfast.extension import ZStandard

@@ -1,14 +1,15 @@
 """Makes small checkpoints with the Holdfast that runs it, one folder for each form that the format has.
 
-    python -m tests.golden.make_holdfast_checkpoints        writes holdfast-<format version>/<name>/ here
+    python -m tests.golden.make_holdfast_checkpoints holdfast-1.0     writes holdfast-1.0/<form>/ here
 
 The states are functions of this module and of ``make_torch_checkpoints``, so that a test can make them again
 and compare. A folder of a released version of the format is never made anew.
 """
 
 # ruff: noqa: T201 - this is a program that prints
+# mypy: disable-error-code="attr-defined,no-untyped-call"
 
-import datetime
+import datetime as dt
 import decimal
 import os
 import pathlib
@@ -19,16 +20,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy
+import numpy as np
 import torch
 import torch.distributed as dist
+from tests.golden.make_torch_checkpoints import compressible_state, plain_state, ramp, sharded_full_tensors
 from torch.distributed._shard import sharded_tensor
-from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import holdfast
 from holdfast.extension import ZStandard
 from holdfast.per_rank import PerRank
-from tests.golden.make_torch_checkpoints import compressible_state, plain_state, ramp, sharded_full_tensors
 
 HERE = Path(__file__).resolve().parent
 WORLD_SIZE = 2
@@ -57,7 +59,7 @@ def objects_state() -> dict[str, Any]:
         },
         "keys": {0: "int", (1, "a"): "tuple", None: "none", 2.5: "float", "text": "text", True: "bool"},
         "library": {
-            "date": datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.timezone.utc),
+            "date": dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.timezone.utc),
             "decimal": decimal.Decimal("1.10"),
             "path": pathlib.PurePosixPath("a/b"),
             "slice": slice(1, None, 2),
@@ -65,9 +67,9 @@ def objects_state() -> dict[str, Any]:
             "device": torch.device("cpu"),
         },
         "numpy": {
-            "array": numpy.arange(6, dtype=numpy.int16).reshape(2, 3),
-            "scalar": numpy.float32(1.5),
-            "text": numpy.array(["a", "bc"]),
+            "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+            "scalar": np.float32(1.5),
+            "text": np.array(["a", "bc"]),
         },
         "tensors_in_objects": (ramp(3), {"deep": (ramp(2, start=4), torch.tensor(True))}),
         "sparse": torch.eye(3).to_sparse(),
@@ -107,7 +109,9 @@ def sharded_state(rank: int) -> dict[str, Any]:
     }
     # Uneven on purpose: four rows on rank 0, two on rank 1.
     offset, count = ((0, 4), (4, 2))[rank]
-    shard = sharded_tensor.Shard.from_tensor_and_offsets(ramp(6, 2)[offset : offset + count], [offset, 0], rank)
+    shard = sharded_tensor.Shard.from_tensor_and_offsets(
+        ramp(6, 2)[offset : offset + count], [offset, 0], rank
+    )
     return {
         "model": model,
         "table": sharded_tensor.init_from_local_shards([shard], [6, 2]),
@@ -172,7 +176,7 @@ def _be_a_rank(rank: int, rendezvous: str, function: Callable[[str], None], fold
 def _on_ranks(function: Callable[[str], None], folder: str) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         work = (f"{temporary}/rendezvous", function, folder)
-        torch.multiprocessing.spawn(_be_a_rank, args=work, nprocs=WORLD_SIZE)  # type: ignore[no-untyped-call]
+        torch.multiprocessing.spawn(_be_a_rank, args=work, nprocs=WORLD_SIZE)
 
 
 RECIPES: dict[str, Callable[[str], None]] = {
