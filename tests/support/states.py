@@ -48,10 +48,10 @@ def blank(value: Any) -> Any:
         _storage_bytes(made).zero_()
         return made
     if isinstance(value, dict):
-        made = copy.copy(value)
+        emptied = copy.copy(value)
         for key, entry in value.items():
-            made[key] = blank(entry)
-        return made
+            emptied[key] = blank(entry)
+        return emptied
     if isinstance(value, list):
         return [blank(entry) for entry in value]
     return "not loaded"
