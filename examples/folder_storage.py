@@ -1,7 +1,7 @@
 """A storage of your own in 150 lines of code: raw bytes, one file for each item, one JSON file as the commit.
 
 Holdfast's file storage does far more. This one shows what the contract asks of any storage: data goes to
-new names, one atomic rename commits, any rank finds what another rank wrote, every byte is checked on reading.
+new names, one atomic rename commits, any rank finds what another wrote, and every byte is checked on reading.
 """
 
 import io

@@ -1,6 +1,7 @@
 """``holdfast verify`` finds every kind of damage in our checkpoints, and names it."""
 
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -286,7 +287,6 @@ def test_one_thread_finds_what_many_find(holdfast: Command, copy: Copy) -> None:
 
 
 def test_more_files_than_a_process_may_open(holdfast: Command, tmp_path: Path) -> None:
-    resource = pytest.importorskip("resource")
     writer = hf.FileSystemWriter(tmp_path / "c", single_file_per_rank=False, sync_files=False)
     hf.save({str(n): torch.ones(1) for n in range(150)}, storage_writer=writer)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

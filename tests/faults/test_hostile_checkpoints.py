@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from tests.support.checkpoints import (
@@ -208,9 +209,8 @@ def test_an_object_cannot_change_what_later_objects_mean(tmp_path: Path) -> None
 @pytest.mark.parametrize("dtype", ["O", [("field", "O")]])
 def test_an_array_of_objects_over_chosen_addresses_is_refused(tmp_path: Path, dtype: Any) -> None:
     """Whoever looks at its element makes Python follow a pointer that the checkpoint chose."""
-    numpy = pytest.importorskip("numpy")
     address = b"\x41" * 8
-    evil = pickle.dumps(_Reduced(numpy.ndarray, (1,), _Reduced(numpy.dtype, dtype), address))
+    evil = pickle.dumps(_Reduced(np.ndarray, (1,), _Reduced(np.dtype, dtype), address))
     with pytest.raises(IntegrityError):
         _load_object(tmp_path, evil)
 

@@ -3,8 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import textwrap
 from collections.abc import Callable
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 from tests.support.checkpoints import contents, load, put_back
 from tests.support.states import same, small_state
+from tests.support.tools import as_nobody, traced_calls
 
 import holdfast as hf
 from holdfast.extension import ZStandard
@@ -74,20 +73,13 @@ def test_an_overwrite_removes_old_files_only_after_the_commit_is_durable(tmp_pat
 
 def _trace_save(tmp_path: Path, options: str) -> list[str]:
     """The calls of a save that change the folder, in order; equal ones in a row once."""
-    if shutil.which("strace") is None:
-        pytest.skip("strace is not installed")
-    trace, folder = tmp_path / "trace", tmp_path / "checkpoint"
+    folder = tmp_path / "checkpoint"
     folder.mkdir(exist_ok=True)
-    wanted = "write,pwrite64,pwritev,pwritev2,fsync,fdatasync,sync,syncfs"
-    wanted += ",rename,renameat,renameat2,unlink,unlinkat"
-    command = ["strace", "-f", "-y", "-o", str(trace), "-e", f"trace={wanted}"]
-    command += [sys.executable, "-c", textwrap.dedent(SAVE), str(folder), options]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
-    if "ptrace" in done.stderr:
-        pytest.skip(f"strace may not trace here: {done.stderr.strip()}")
-    assert done.returncode == 0, done.stderr
+    calls = ["write", "pwrite64", "pwritev", "pwritev2", "fsync", "fdatasync", "sync", "syncfs"]
+    calls += ["rename", "renameat", "renameat2", "unlink", "unlinkat"]
+    program = textwrap.dedent(SAVE)
     steps: list[str] = []
-    for line in trace.read_text().splitlines():
+    for line in traced_calls(program, str(folder), options, calls=calls, log=tmp_path / "trace"):
         step = _step(line, str(folder))
         if step and steps[-1:] != [step]:
             steps.append(step)
@@ -234,7 +226,6 @@ def test_a_power_cut_after_any_step_leaves_the_old_checkpoint_or_the_new(
     assert kind == ("fsync" if kept == "no names" else "rename")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody without rights")
 @pytest.mark.parametrize("compressed", [False, True])
 def test_loading_needs_read_access_only(compressed: bool) -> None:
     """Nobody may write the folder or the one above it; the process that loads owns neither."""
@@ -250,18 +241,14 @@ def test_loading_needs_read_access_only(compressed: bool) -> None:
         os.chmod(parent, 0o555)
         # Whatever is imported late is imported as somebody who may.
         load(folder, small_state(99))
-        os.seteuid(65534)
-        try:
+        with as_nobody():
             assert not os.access(folder, os.W_OK, effective_ids=True)
             assert same(load(folder, small_state(99)), small_state(1))
-        finally:
-            os.seteuid(0)
         assert contents(folder) == before
     finally:
         shutil.rmtree(parent)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody without rights")
 def test_a_file_that_may_not_be_read_is_raised_with_its_name() -> None:
     parent = tempfile.mkdtemp()
     folder = os.path.join(parent, "checkpoint")
@@ -270,12 +257,8 @@ def test_a_file_that_may_not_be_read_is_raised_with_its_name() -> None:
         hf.save(small_state(1), checkpoint_id=folder)
         (name,) = [name for name in os.listdir(folder) if name.endswith(".distcp")]
         os.chmod(os.path.join(folder, name), 0o000)
-        os.seteuid(65534)
-        try:
-            with pytest.raises(PermissionError, match=name) as caught:
-                load(folder, small_state(99))
-        finally:
-            os.seteuid(0)
+        with as_nobody(), pytest.raises(PermissionError, match=name) as caught:
+            load(folder, small_state(99))
         assert caught.value.filename == os.path.join(folder, name)
     finally:
         shutil.rmtree(parent)

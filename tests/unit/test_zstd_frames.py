@@ -36,7 +36,6 @@ SMALL_WINDOW = b"\x00\x00"
 
 @pytest.fixture(params=["zstandard", STANDARD_LIBRARY])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
-    pytest.importorskip(request.param)
     monkeypatch.setattr(zstd_backends, "PREFERENCE", (request.param,))
     selected = select_backend()
     assert selected is not None
@@ -127,7 +126,6 @@ class TestFrames:
         content = random.Random(2).randbytes(300_000) + bytes(300_000)
         backends = []
         for name in ("zstandard", STANDARD_LIBRARY):
-            pytest.importorskip(name)
             monkeypatch.setattr(zstd_backends, "PREFERENCE", (name,))
             backends.append(select_backend())
         one, other = backends
