@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from typing_extensions import Self
 
 
@@ -27,6 +28,8 @@ def file_size_limit(nbytes: int) -> Iterator[None]:
 
 def living_threads() -> tuple[list[str], int]:
     """The threads that Python knows, without this one, and how many the system knows of this process."""
+    # torch starts threads of its own with the first large operation, and keeps them.
+    torch.ones(1 << 20).add_(1)
     mine = threading.current_thread()
     others = sorted(thread.name for thread in threading.enumerate() if thread is not mine)
     return others, len(os.listdir("/proc/self/task"))
