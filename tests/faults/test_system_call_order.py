@@ -21,13 +21,13 @@ from holdfast.filesystem import FileSystemWriter
 pytestmark = pytest.mark.one_core
 
 SAVE = """
-    import sys
+    import os, sys
     import torch
     import holdfast as hf
     from holdfast.extension import ZStandard
-    folder, options = sys.argv[1], eval(sys.argv[2])
-    hf.save({"a": torch.ones(300), "b": torch.ones(3 << 20), "c": "text"},
-            storage_writer=hf.FileSystemWriter(folder, **options))
+    for name, options in eval(sys.argv[2]).items():
+        hf.save({"a": torch.ones(300), "b": torch.ones(3 << 20), "c": "text"},
+                storage_writer=hf.FileSystemWriter(os.path.join(sys.argv[1], name), **eval(options)))
 """
 OPTIONS = {
     "one thread": "{}",
@@ -35,14 +35,29 @@ OPTIONS = {
     "a file per item": "{'single_file_per_rank': False}",
     "zstd": "{'_extensions': [ZStandard()]}",
 }
+CALLS = ["write", "pwrite64", "pwritev", "pwritev2", "fsync", "fdatasync", "sync", "syncfs"]
+CALLS += ["rename", "renameat", "renameat2", "unlink", "unlinkat"]
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The steps of a save with each of the options, and of one that overwrites, by one traced process."""
+    root = tmp_path_factory.mktemp("traced")
+    hf.save(small_state(1), checkpoint_id=root / "overwrite")
+    options = {**OPTIONS, "overwrite": "{}"}
+    for name in OPTIONS:
+        (root / name).mkdir()
+    program = textwrap.dedent(SAVE)
+    lines = traced_calls(program, str(root), repr(options), calls=CALLS, log=root / "trace")
+    return {name: _steps(lines, str(root / name)) for name in options}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", OPTIONS)
 def test_data_is_flushed_before_the_metadata_and_the_metadata_before_its_name(
-    tmp_path: Path, options: str
+    trace: dict[str, list[str]], options: str
 ) -> None:
-    steps = _trace_save(tmp_path, options)
+    steps = trace[options]
     rename = steps.index("rename metadata")
     data, commit = steps[: steps.index("write metadata")], steps[steps.index("write metadata") :]
     files = {step.removeprefix("write ") for step in data if step.startswith("write ")}
@@ -58,29 +73,23 @@ def test_data_is_flushed_before_the_metadata_and_the_metadata_before_its_name(
 
 
 @pytest.mark.slow
-def test_a_save_never_flushes_the_whole_machine(tmp_path: Path) -> None:
-    assert not [step for step in _trace_save(tmp_path, "{}") if step.startswith("sync")]
+def test_a_save_never_flushes_the_whole_machine(trace: dict[str, list[str]]) -> None:
+    assert not [step for steps in trace.values() for step in steps if step.startswith("sync")]
 
 
 @pytest.mark.slow
-def test_an_overwrite_removes_old_files_only_after_the_commit_is_durable(tmp_path: Path) -> None:
-    _trace_save(tmp_path, "{}")
-    steps = _trace_save(tmp_path, "{}")
+def test_an_overwrite_removes_old_files_only_after_the_commit_is_durable(trace: dict[str, list[str]]) -> None:
+    steps = trace["overwrite"]
     first_removal = min(n for n, step in enumerate(steps) if step.startswith("unlink"))
     assert steps[:first_removal][-2:] == ["rename metadata", "fsync folder"]
     assert not [step for step in steps[first_removal:] if step.startswith(("write", "rename"))]
 
 
-def _trace_save(tmp_path: Path, options: str) -> list[str]:
-    """The calls of a save that change the folder, in order; equal ones in a row once."""
-    folder = tmp_path / "checkpoint"
-    folder.mkdir(exist_ok=True)
-    calls = ["write", "pwrite64", "pwritev", "pwritev2", "fsync", "fdatasync", "sync", "syncfs"]
-    calls += ["rename", "renameat", "renameat2", "unlink", "unlinkat"]
-    program = textwrap.dedent(SAVE)
+def _steps(lines: list[str], folder: str) -> list[str]:
+    """The calls that change the folder, in order; equal ones in a row once."""
     steps: list[str] = []
-    for line in traced_calls(program, str(folder), options, calls=calls, log=tmp_path / "trace"):
-        step = _step(line, str(folder))
+    for line in lines:
+        step = _step(line, folder)
         if step and steps[-1:] != [step]:
             steps.append(step)
     return steps
