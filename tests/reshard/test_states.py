@@ -352,7 +352,7 @@ def journeys(draw: st.DrawFn) -> tuple[Any, MeshAndPlacements]:
     return source, (mesh, placements)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(journeys())
 def test_any_layout_loads_into_any_other(journey: tuple[Any, MeshAndPlacements]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -360,7 +360,8 @@ def test_any_layout_loads_into_any_other(journey: tuple[Any, MeshAndPlacements])
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.soak
+@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(journeys())
 def test_any_layout_loads_into_any_other_at_length(journey: tuple[Any, MeshAndPlacements]) -> None:
     with tempfile.TemporaryDirectory() as folder:
