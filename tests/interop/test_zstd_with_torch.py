@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from holdfast._io import zstd_backends
 from holdfast.errors import IntegrityError
 from holdfast.extension import ExtensionRegistry, ZStandard
-from holdfast.testing.awkward_streams import Sink
+from holdfast.testing.fake_streams import FakeOutput
 
 KIB_128 = 128 << 10
 STANDARD_LIBRARY = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
@@ -44,7 +44,7 @@ def content_of(size: int) -> bytes:
 
 
 def write_through(transform: Any, content: bytes, *, step: int, flush: bool) -> bytes:
-    sink = Sink()
+    sink = FakeOutput()
     stream = transform.transform_to(cast("IO[bytes]", sink))
     for start in range(0, len(content), step):
         stream.write(content[start : start + step])

@@ -1,4 +1,4 @@
-"""What is required of the files that a store writes."""
+"""Tests of the files that a store writes."""
 
 import random
 import zlib
@@ -10,14 +10,14 @@ from holdfast._io import pool
 from holdfast._io.progress import STRIDE, ProgressTracker
 from holdfast._io.store import ByteStore
 from holdfast.errors import StorageError, UsageError
-from holdfast.testing.store_subject import MIB, StoreSubject, pattern
+from holdfast.testing.store_contract_base import MIB, StoreContractBase, pattern
 
-__all__ = ["WritingRules"]
+__all__ = ["StoreWriteTests"]
 
 SIZES = [0, 1, 4095, 4096, 4097, MIB - 1, MIB + 1, 8 * MIB - 1, 8 * MIB, 8 * MIB + 4097, 37 * MIB + 5]
 
 
-class WritingRules(StoreSubject):
+class StoreWriteTests(StoreContractBase):
     """A part of ``StoreContract``: what was given is there, or nothing is."""
 
     @pytest.mark.parametrize("nbytes", SIZES)
@@ -118,7 +118,7 @@ class WritingRules(StoreSubject):
 
     def test_an_oversight_is_told_of_all_bytes_in_steps(self, store: ByteStore) -> None:
         """However they come, and whatever the size of a piece."""
-        told = _Told(stop_at=1 << 60)
+        told = _StoppingTracker(stop_at=1 << 60)
         with store.create("a", durable=self.durable) as file:
             file.progress = told
             for nbytes in (5, 20 * MIB, 3):
@@ -128,7 +128,7 @@ class WritingRules(StoreSubject):
 
     def test_an_oversight_stops_a_large_write_in_its_middle(self, store: ByteStore) -> None:
         """Its exception leaves the write, and the file is gone."""
-        told = _Told(stop_at=12 * MIB)
+        told = _StoppingTracker(stop_at=12 * MIB)
         file = store.create("a", durable=self.durable)
         file.progress = told
         with pytest.raises(InterruptedError):
@@ -159,8 +159,8 @@ class WritingRules(StoreSubject):
             assert store.read(name, max_bytes=len(data)) == data
 
 
-class _Told(ProgressTracker):
-    """Notes the steps, and says that it is enough after so many bytes."""
+class _StoppingTracker(ProgressTracker):
+    """Records each report, and stops the transfer after ``stop_at`` bytes."""
 
     def __init__(self, stop_at: int) -> None:
         super().__init__()
