@@ -259,6 +259,7 @@ class _FailingCall:
 
 
 @sweep(stride=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", WRITERS.values(), ids=WRITERS)
 def test_whichever_call_of_a_save_fails_the_old_checkpoint_or_the_new_is_whole(
     tmp_path: Path, options: dict[str, Any], stride: int

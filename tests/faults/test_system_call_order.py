@@ -207,6 +207,7 @@ class _Journal:
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", ["all names", "no names", "renames"])
 @pytest.mark.parametrize(
     "options",

@@ -18,7 +18,7 @@ from holdfast.testing.plain_planner import PlainLoadPlanner, PlainSavePlanner
 __all__ = ["StorageContract"]
 
 
-_CHANGES = 60
+_CHANGES = 40
 """How many bytes are changed, one at a time, in all files of a checkpoint together."""
 
 
