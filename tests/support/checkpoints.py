@@ -44,7 +44,13 @@ def data_files(folder: str | Path) -> list[str]:
     return sorted(name for name in os.listdir(folder) if name.endswith(".distcp"))
 
 
-def flip_bit(path: str | Path, position: int, mask: int = 1) -> None:
+def data_file(folder: str | Path) -> Path:
+    """The only data file of a checkpoint."""
+    (name,) = data_files(folder)
+    return Path(folder) / name
+
+
+def flip_bit(path: str | Path, position: int, mask: int = 0x10) -> None:
     """Change a byte of a file, which keeps its size."""
     with Path(path).open("r+b") as file:
         file.seek(position)
