@@ -57,7 +57,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 def test_data_is_flushed_before_the_metadata_and_the_metadata_before_its_name(
     trace: dict[str, list[str]], options: str
 ) -> None:
-    steps = trace[options]
+    steps = list(trace[options])
     rename = steps.index("rename metadata")
     data, commit = steps[: steps.index("write metadata")], steps[steps.index("write metadata") :]
     files = {step.removeprefix("write ") for step in data if step.startswith("write ")}
@@ -79,7 +79,7 @@ def test_a_save_never_flushes_the_whole_machine(trace: dict[str, list[str]]) -> 
 
 @pytest.mark.slow
 def test_an_overwrite_removes_old_files_only_after_the_commit_is_durable(trace: dict[str, list[str]]) -> None:
-    steps = trace["overwrite"]
+    steps = list(trace["overwrite"])
     first_removal = min(n for n, step in enumerate(steps) if step.startswith("unlink"))
     assert steps[:first_removal][-2:] == ["rename metadata", "fsync folder"]
     assert not [step for step in steps[first_removal:] if step.startswith(("write", "rename"))]
