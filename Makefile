@@ -1,13 +1,14 @@
 # Everything starts from a clone with Python and make: each target sets up .venv first, once.
 #   make demo    the main job, shown        make test   everything that must pass
-#   make quick   lint and the quick tests   make lint   style, types, floors
-#   make bench   side by side with torch    make clean  remove what the others made
+#   make quick   lint and the quick tests   make soak   every case of the sweeps that make test takes samples of
+#   make lint    style, types, imports      make bench  side by side with torch
+#   make clean   remove what the others made
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: demo test quick lint bench setup clean
+.PHONY: demo test quick soak lint bench setup clean
 
 setup: $(STAMP)
 
@@ -24,12 +25,16 @@ lint: $(STAMP)
 	@$(BIN)/lint-imports --no-cache
 
 # Most slow tests have processes of their own that keep all cores busy; those of one core are shared out.
+# Tests of soak are slow as well.
 test: lint
-	@$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow or one_core"
-	@$(BIN)/python -m pytest -m "slow and not one_core"
+	@$(BIN)/python -m pytest -n auto --dist loadfile -m "not soak and (not slow or one_core)"
+	@$(BIN)/python -m pytest -m "slow and not one_core and not soak"
 
 quick: lint
 	@$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow"
+
+soak: $(STAMP)
+	@$(BIN)/python -m pytest -n auto --dist load -m soak --durations=10
 
 bench: $(STAMP)
 	@$(BIN)/python -m benchmarks

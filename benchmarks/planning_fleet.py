@@ -9,7 +9,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from holdfast.testing import FakeRank
-from holdfast.testing.fake_exchange import Meeting
+from holdfast.testing.fake_exchange import FakeGroup
 
 __all__ = ["LAYOUTS", "Fleet", "Layout", "Part"]
 
@@ -66,7 +66,7 @@ class Fleet:
 
         Tensors of one shape are one object: what is planned is the same, and it is made sooner.
         """
-        fake = FakeRank(rank, Meeting(self.ranks, timeout=60))
+        fake = FakeRank(rank, FakeGroup(self.ranks, timeout=60))
         made: dict[tuple[int, ...], torch.Tensor] = {}
         for part in self.parts(rank):
             if part.shape not in made:

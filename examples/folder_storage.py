@@ -1,13 +1,14 @@
-"""A storage of one's own in a hundred lines: raw bytes, one file an item, one JSON file as the commit.
+"""A storage of your own in 150 lines of code: raw bytes, one file for each item, one JSON file as the commit.
 
-Holdfast's file storage does far more. This one shows what the contract asks of any: data goes to new
-names, one atomic rename commits, and what a rank wrote is found by any other.
+Holdfast's file storage does far more. This one shows what the contract asks of any storage: data goes to
+new names, one atomic rename commits, any rank finds what another wrote, and every byte is checked on reading.
 """
 
 import io
 import json
 import os
 import uuid
+import zlib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from holdfast.errors import CheckpointNotFoundError
+from holdfast.errors import CheckpointNotFoundError, ChecksumError
 from holdfast.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -33,11 +34,12 @@ INDEX = "index.json"
 
 @dataclass
 class Place:
-    """Where an item lies."""
+    """Where an item lies, and the checksum of its bytes."""
 
     key: str
     offset: list[int] | None
     file: str
+    crc32: int
 
 
 class FolderWriter(StorageWriter):
@@ -69,7 +71,7 @@ class FolderWriter(StorageWriter):
         return [replace(plan, storage_data=f"{rank}-{self.save_id}") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write and sync each item, and only then say that it is written."""
+        """Write each item, wait until the disk has it, and only then report it as written."""
         results = []
         for number, item in enumerate(plan.items):
             data = planner.resolve_data(item)
@@ -77,13 +79,14 @@ class FolderWriter(StorageWriter):
             name = f"{plan.storage_data}-{number}.bin"
             write_synced(self.folder / name, raw)
             offset = None if item.tensor_data is None else list(item.tensor_data.chunk.offsets)
-            results.append(WriteResult(item.index, len(raw), Place(item.index.fqn, offset, name)))
+            place = Place(item.index.fqn, offset, name, zlib.crc32(raw))
+            results.append(WriteResult(item.index, len(raw), place))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit: everything about the checkpoint in one file, put in place by one rename."""
+        """Commit: describe the whole checkpoint in one file, and put it in place by one rename."""
         entries = {
             key: None
             if isinstance(entry, BytesStorageMetadata)
@@ -96,7 +99,9 @@ class FolderWriter(StorageWriter):
         }
         places = [asdict(result.storage_data) for of_rank in results for result in of_rank]
         temporary = self.folder / f"{INDEX}-{self.save_id}"
-        write_synced(temporary, json.dumps({"entries": entries, "places": places}).encode())
+        index = json.dumps({"entries": entries, "places": places}).encode()
+        # The first line is the checksum of the second.
+        write_synced(temporary, b"%d\n%b" % (zlib.crc32(index), index))
         temporary.replace(self.folder / INDEX)
         sync_folder(self.folder)
 
@@ -120,10 +125,11 @@ class FolderReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Build the metadata from the JSON file."""
         try:
-            stored = json.loads((self.folder / INDEX).read_text())
+            crc32, index = (self.folder / INDEX).read_bytes().split(b"\n", 1)
         except FileNotFoundError as missing:
             message = f"no checkpoint in {self.folder}: it has no {INDEX}"
             raise CheckpointNotFoundError(message, path=str(self.folder)) from missing
+        stored = json.loads(checked(index, int(crc32), self.folder / INDEX))
         entries = {
             key: BytesStorageMetadata() if entry is None else tensor_entry(entry)
             for key, entry in stored["entries"].items()
@@ -148,23 +154,24 @@ class FolderReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read each item's file and hand over the box that was asked for."""
         for item in plan.items:
-            path = self.folder / self.places[item.storage_index].file
+            place = self.places[item.storage_index]
+            path = self.folder / place.file
+            raw = checked(path.read_bytes(), place.crc32, path)
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO(path.read_bytes()))
+                planner.load_bytes(item, io.BytesIO(raw))
                 continue
             target = planner.resolve_tensor(item)
-            target.copy_(self.box(item, path))
+            target.copy_(self.box(item, bytearray(raw)))
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def box(self, item: ReadItem, path: Path) -> torch.Tensor:
-        """The part of a stored chunk that ``item`` asks for."""
+    def box(self, item: ReadItem, raw: bytearray) -> torch.Tensor:
+        """The part of a stored chunk that ``item`` asks for; ``raw`` is the whole chunk."""
         entry = self.metadata.state_dict_metadata[item.storage_index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
         chunk = next(c for c in entry.chunks if c.offsets == item.storage_index.offset)
-        raw = bytearray(path.read_bytes())
         if not raw:
             return torch.empty(item.lengths, dtype=entry.properties.dtype)
         tensor = torch.frombuffer(raw, dtype=entry.properties.dtype).view(chunk.sizes)
@@ -190,6 +197,13 @@ def tensor_entry(stored: dict[str, Any]) -> TensorStorageMetadata:
 def to_bytes(tensor: torch.Tensor) -> bytes:
     """The elements that ``tensor`` shows, in row-major order."""
     return tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def checked(raw: bytes, crc32: int, path: Path) -> bytes:
+    """Return ``raw`` if it has the checksum that it was written with."""
+    if zlib.crc32(raw) != crc32:
+        raise ChecksumError(f"{path} is damaged: its checksum is not the one that was stored", path=str(path))
+    return raw
 
 
 def write_synced(path: Path, raw: bytes) -> None:

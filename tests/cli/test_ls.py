@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch_pickles import write_torch_metadata
+from tests.support.torch_pickles import write_torch_metadata
 
 import holdfast as hf
 from holdfast._format.inventory import StoredObject
@@ -158,11 +158,6 @@ def test_a_key_that_was_never_stored_is_marked(holdfast: Command, tmp_path: Path
     content = write_torch_metadata(
         entries=[("halved", tensor), ("lost", None)],
         storage=[("halved", (0,), 0, "__0_0.distcp", 0, 8, None)],
-        planner_data=None,
-        checkpoint_id=None,
-        save_id=None,
-        modules=[],
-        version=None,
     )
     (tmp_path / ".metadata").write_bytes(content)
     out = holdfast("ls", tmp_path, "--flat").out

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.support.checkpoints import data_file
 
 import holdfast as hf
 
@@ -29,11 +30,6 @@ PATH
               .metadata              SIZE
               __0_0-SAVE.distcp     936 B
 """
-
-
-def data_file(folder: Path) -> Path:
-    (found,) = folder.glob("*.distcp")
-    return found
 
 
 def test_the_page_of_a_checkpoint(holdfast: Command, originals: Path) -> None:

@@ -1,6 +1,7 @@
 """``holdfast verify`` finds every kind of damage in our checkpoints, and names it."""
 
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,27 +10,15 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from tests.support.checkpoints import data_file, flip_bit, read_manifest, write_manifest
 
 import holdfast as hf
 from holdfast._format import metadata_file
-from holdfast._format.manifest import Manifest, column, decode, encode, ints
+from holdfast._format.manifest import Manifest, column, ints
 from holdfast.cli.report import Report
 
 Command = Callable[..., Any]
 Copy = Callable[[str], Path]
-
-
-def data_file(folder: Path) -> Path:
-    (found,) = folder.glob("*.distcp")
-    return found
-
-
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as stream:
-        stream.seek(offset)
-        (byte,) = stream.read(1)
-        stream.seek(offset)
-        stream.write(bytes([byte ^ 0x10]))
 
 
 def place_of(holdfast: Command, folder: Path, key: str) -> dict[str, Any]:
@@ -47,12 +36,9 @@ def damage(found: Any) -> list[tuple[Any, ...]]:
 
 
 def edit_manifest(folder: Path, edit: Callable[[Manifest], None]) -> None:
-    path = folder / ".metadata"
-    sections = metadata_file.split(path.read_bytes(), path=str(path))
-    assert sections.manifest is not None
-    manifest = decode(sections.manifest, path=str(path))
+    manifest = read_manifest(folder)
     edit(manifest)
-    path.write_bytes(b"".join(metadata_file.join(bytes(sections.pickle), encode(manifest))))
+    write_manifest(folder, manifest)
 
 
 @pytest.mark.parametrize("name", ["ours", "tiny", "zstd", "native"])
@@ -73,7 +59,7 @@ def test_every_byte_of_the_data_is_read(holdfast: Command, originals: Path) -> N
 
 def test_the_json_has_these_fields(holdfast: Command, copy: Copy) -> None:
     folder = copy("ours")
-    flip(data_file(folder), 2_000_000)
+    flip_bit(data_file(folder), 2_000_000)
     document = holdfast("verify", "--json", folder).document
     assert set(document) == {
         *("schema", "path", "ok", "written_by", "files", "items", "checked_nbytes", "damage", "notes"),
@@ -87,7 +73,7 @@ def test_the_json_has_these_fields(holdfast: Command, copy: Copy) -> None:
 def test_a_flipped_bit_is_named_with_file_key_and_block(holdfast: Command, copy: Copy) -> None:
     folder = copy("ours")
     file = data_file(folder)
-    flip(file, 2_000_000)
+    flip_bit(file, 2_000_000)
     found = holdfast("verify", folder)
     assert found.code == 1
     first, last = found.out.splitlines()
@@ -104,11 +90,11 @@ def test_any_flipped_bit_is_found(holdfast: Command, copy: Copy, name: str) -> N
     folder = copy(name)
     for path in folder.iterdir():
         for offset in range(0, path.stat().st_size, 29):
-            flip(path, offset)
+            flip_bit(path, offset)
             found = holdfast("verify", "-q", folder)
             assert found.code == 1, (path.name, offset, found)
             assert path.name in found.out
-            flip(path, offset)
+            flip_bit(path, offset)
     assert holdfast("verify", folder).code == 0
 
 
@@ -117,7 +103,7 @@ def test_all_damage_is_named_not_only_the_first(holdfast: Command, copy: Copy) -
     file = data_file(folder)
     blob, epoch = (place_of(holdfast, folder, key) for key in ("blob", "epoch"))
     for offset in (100, 500_000, 2_700_000, blob["offset"] + 1000, epoch["offset"]):
-        flip(file, offset)
+        flip_bit(file, offset)
     found = holdfast("verify", "--json", folder)
     assert [(kind, keys) for kind, _, keys in damage(found)] == [
         ("container", ["model.weight"]),
@@ -131,8 +117,8 @@ def test_all_damage_is_named_not_only_the_first(holdfast: Command, copy: Copy) -
 def test_neighbouring_bad_blocks_are_one_finding(holdfast: Command, copy: Copy) -> None:
     folder = copy("ours")
     file = data_file(folder)
-    flip(file, 500_000)
-    flip(file, 1_500_000)
+    flip_bit(file, 500_000)
+    flip_bit(file, 1_500_000)
     (one,) = holdfast("verify", "--json", folder).document["damage"]
     assert one["nbytes"] == 2 << 20
 
@@ -146,7 +132,7 @@ def test_a_file_that_is_too_short(holdfast: Command, copy: Copy) -> None:
     assert found.code == 1
     assert damage(found) == [("file too short", file.name, ["epoch", "mix.0", "mix.1"])]
     # What is left of it is checked all the same.
-    flip(file, 500_000)
+    flip_bit(file, 500_000)
     assert [kind for kind, _, _ in damage(holdfast("verify", "--json", folder))] == [
         "file too short",
         "checksum",
@@ -220,8 +206,8 @@ def test_what_is_between_items_must_be_zeros(holdfast: Command, copy: Copy) -> N
 
     edit_manifest(folder, make_room)
     assert holdfast("verify", folder).code == 0
-    flip(file, start + 5)
-    flip(file, len(content) + 149)
+    flip_bit(file, start + 5)
+    flip_bit(file, len(content) + 149)
     found = holdfast("verify", "--json", folder)
     assert [(one["kind"], one["offset"], one["nbytes"]) for one in found.document["damage"]] == [
         ("gap", start, 100),
@@ -280,13 +266,12 @@ def test_a_newer_minor_version_with_unknown_fields_is_read(holdfast: Command, co
 
 def test_one_thread_finds_what_many_find(holdfast: Command, copy: Copy) -> None:
     folder = copy("ours")
-    flip(data_file(folder), 2_000_000)
-    flip(data_file(folder), 10)
+    flip_bit(data_file(folder), 2_000_000)
+    flip_bit(data_file(folder), 10)
     assert holdfast("verify", folder, "--threads", "1") == holdfast("verify", folder, "--threads", "7")
 
 
 def test_more_files_than_a_process_may_open(holdfast: Command, tmp_path: Path) -> None:
-    resource = pytest.importorskip("resource")
     writer = hf.FileSystemWriter(tmp_path / "c", single_file_per_rank=False, sync_files=False)
     hf.save({str(n): torch.ones(1) for n in range(150)}, storage_writer=writer)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

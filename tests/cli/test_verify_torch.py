@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch_pickles import write_torch_metadata
+from tests.support.checkpoints import flip_bit
+from tests.support.torch_pickles import write_torch_metadata
 from torch.distributed.checkpoint import state_dict_saver as stock
 
 from holdfast._format.torch_pickle_records import TorchProperties, TorchTensor
@@ -18,12 +19,6 @@ Command = Callable[..., Any]
 Copy = Callable[[str], Path]
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-
-
-def flip(path: Path, offset: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 0x10
-    path.write_bytes(content)
 
 
 def kinds_and_keys(found: Any) -> list[tuple[str, list[str]]]:
@@ -36,11 +31,6 @@ def write_metadata(folder: Path, tensors: dict[str, TorchTensor | None], places:
         storage=[
             (key, None if tensors[key] is None else (0,), None, *place, None) for key, place in places.items()
         ],
-        planner_data=None,
-        checkpoint_id=None,
-        save_id=None,
-        modules=[],
-        version=None,
     )
     (folder / ".metadata").write_bytes(content)
 
@@ -60,7 +50,7 @@ def test_checkpoints_of_every_torch_are_sound(holdfast: Command, folder: Path) -
 
 def test_a_flipped_bit_of_a_tensor_is_found(holdfast: Command, copy: Copy) -> None:
     folder = copy("torch")
-    flip(folder / "__0_0.distcp", 2_000_000)
+    flip_bit(folder / "__0_0.distcp", 2_000_000)
     found = holdfast("verify", "--json", folder)
     assert found.code == 1
     assert kinds_and_keys(found) == [("checksum", ["model.large"])]
@@ -72,7 +62,7 @@ def test_a_flipped_bit_of_a_small_tensor_and_of_an_object_are_found(holdfast: Co
     weight, blob = document["tensors"][0], document["objects"][1]
     assert (weight["key"], blob["key"]) == ("model.weight", "blob")
     for place in (weight["chunks"][0], blob):
-        flip(folder / "__0_0.distcp", place["offset"] + place["stored_nbytes"] // 2)
+        flip_bit(folder / "__0_0.distcp", place["offset"] + place["stored_nbytes"] // 2)
     assert sorted(kinds_and_keys(holdfast("verify", "--json", folder))) == [
         ("checksum", ["blob"]),
         ("checksum", ["model.weight"]),
@@ -84,11 +74,11 @@ def test_a_flipped_bit_behind_zstd_is_found(holdfast: Command, copy: Copy) -> No
     document = holdfast("ls", folder, "--json").document
     for value in [tensor["chunks"][0] for tensor in document["tensors"]] + document["objects"]:
         at = value["offset"] + value["stored_nbytes"] // 2
-        flip(folder / "__0_0.distcp", at)
+        flip_bit(folder / "__0_0.distcp", at)
         found = holdfast("verify", "--json", folder)
         assert found.code == 1
         assert len(found.document["damage"]) == 1
-        flip(folder / "__0_0.distcp", at)
+        flip_bit(folder / "__0_0.distcp", at)
     assert holdfast("verify", folder).code == 0
 
 
@@ -137,7 +127,7 @@ def test_an_object_of_many_tensors_is_checked(holdfast: Command, tmp_path: Path)
     write_metadata(tmp_path, {"many": None}, {"many": ("data", 0, nbytes)})
     assert holdfast("verify", tmp_path).code == 0
     at = (tmp_path / "data").read_bytes().index(struct.pack("<100q", *[40] * 100))
-    flip(tmp_path / "data", at)
+    flip_bit(tmp_path / "data", at)
     assert kinds_and_keys(holdfast("verify", "--json", tmp_path)) == [("archive", ["many"])]
 
 
@@ -168,11 +158,6 @@ def test_a_transform_that_is_not_known_here_is_said_so(holdfast: Command, tmp_pa
     content = write_torch_metadata(
         entries=[("o", None)],
         storage=[("o", None, None, "data", 0, 6, ("stream.cipher@example.org/1",))],
-        planner_data=None,
-        checkpoint_id=None,
-        save_id=None,
-        modules=[],
-        version=None,
     )
     (tmp_path / ".metadata").write_bytes(content)
     found = holdfast("verify", tmp_path)
@@ -183,7 +168,7 @@ def test_a_transform_that_is_not_known_here_is_said_so(holdfast: Command, tmp_pa
 def test_damage_in_one_rank_of_a_rank_local_checkpoint_names_the_rank(holdfast: Command, copy: Copy) -> None:
     folder = copy("torch-rank_local")
     payload = (folder / "__1_0.distcp").read_bytes().index(struct.pack("<4f", 1, 2, 3, 4))
-    flip(folder / "__1_0.distcp", payload)
+    flip_bit(folder / "__1_0.distcp", payload)
     os.truncate(folder / "__0.metadata", 0)
     found = holdfast("verify", "--json", folder)
     assert [(one["rank"], one["kind"]) for one in found.document["damage"]] == [
@@ -191,7 +176,7 @@ def test_damage_in_one_rank_of_a_rank_local_checkpoint_names_the_rank(holdfast: 
         (1, "checksum"),
     ]
     assert holdfast("verify", folder / "__1.metadata").code == 1
-    flip(folder / "__1_0.distcp", payload)
+    flip_bit(folder / "__1_0.distcp", payload)
     assert holdfast("verify", folder / "__1.metadata").code == 0
 
 

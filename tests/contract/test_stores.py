@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +26,7 @@ class _ColdStore(LocalStore):
         return reader
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system cannot be told to forget a file")
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS has no posix_fadvise")
 class TestLocalStoreWithColdFiles(StoreContract):
     def make_store(self, tmp_path: Path) -> ByteStore:
         return _ColdStore(tmp_path / "checkpoint")
@@ -43,13 +44,12 @@ class TestLocalStoreNotDurable(StoreContract):
         return LocalStore(tmp_path / "checkpoint")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /dev/shm")
 class TestLocalStoreInMemory(StoreContract):
     """tmpfs cannot say what is cached, and refuses O_DIRECT on older kernels."""
 
     @pytest.fixture(autouse=True)
     def memory(self, tmp_path: Path) -> Iterator[None]:
-        if not os.path.isdir("/dev/shm"):
-            pytest.skip("there is no /dev/shm on this system")
         yield
         shutil.rmtree(self.folder(tmp_path), ignore_errors=True)
 

@@ -9,21 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from tests.faults.support import (
+from tests.support.checkpoints import (
     METADATA,
     changed_column,
     contents,
     data_files,
-    differing,
     failure_of,
-    large_state,
     load,
     put_back,
     read_manifest,
-    same,
-    small_state,
     write_manifest,
 )
+from tests.support.states import differing, large_state, same, small_state
+from tests.support.sweeps import sweep
 from torch.distributed.checkpoint import filesystem as torch_filesystem
 from torch.distributed.checkpoint import state_dict_saver as torch_saver
 
@@ -91,14 +89,8 @@ def _flip_bytes(folder: Path, stride: int) -> Iterator[tuple[str, int, Integrity
         (folder / name).write_bytes(data)
 
 
-def test_a_flipped_byte_is_never_loaded_silently(checkpoint: Path) -> None:
-    assert any(error for _, _, error in _flip_bytes(checkpoint, stride=61))
-
-
-@pytest.mark.slow
-def test_no_flipped_byte_at_all_is_loaded_silently(checkpoint: Path, request: pytest.FixtureRequest) -> None:
-    # The others differ from the plain one in what is there, not in how it is checked.
-    stride = 1 if request.node.callspec.params["checkpoint"] in ("plain", "zstd") else 4
+@sweep(stride=61)
+def test_a_flipped_byte_is_never_loaded_silently(checkpoint: Path, stride: int) -> None:
     missed = [(name, at) for name, at, error in _flip_bytes(checkpoint, stride) if error is None]
     # Of .metadata every byte counts; of a data file, what stock torch needs around a payload does not.
     assert not [name for name, _ in missed if name == METADATA]
@@ -111,13 +103,13 @@ def test_no_flipped_byte_at_all_is_loaded_silently(checkpoint: Path, request: py
         assert not harmless, f"payload bytes {harmless} of {key} are not checked"
 
 
-@pytest.mark.slow
-def test_a_flipped_byte_of_a_tensor_names_that_tensor(tmp_path: Path) -> None:
+@sweep(stride=11)
+def test_a_flipped_byte_of_a_tensor_names_that_tensor(tmp_path: Path, stride: int) -> None:
     hf.save(small_state(1), checkpoint_id=tmp_path)
     manifest = read_manifest(tmp_path)
     for key, item in zip(manifest.keys, manifest.items(), strict=True):
         intact = (tmp_path / item.file).read_bytes()
-        for at in range(item.payload_nbytes):
+        for at in range(0, item.payload_nbytes, stride):
             damaged = bytearray(intact)
             damaged[item.offset + item.payload_offset + at] ^= 4
             (tmp_path / item.file).write_bytes(damaged)
@@ -194,10 +186,10 @@ def test_a_file_cut_at_any_length_is_never_loaded_silently(checkpoint: Path) -> 
         (checkpoint / name).write_bytes(data)
 
 
-@pytest.mark.slow
-def test_a_metadata_file_cut_at_any_length_is_refused(checkpoint: Path) -> None:
+@sweep(stride=23)
+def test_a_metadata_file_cut_at_any_length_is_refused(checkpoint: Path, stride: int) -> None:
     whole = (checkpoint / METADATA).read_bytes()
-    for length in range(len(whole)):
+    for length in range(0, len(whole), stride):
         (checkpoint / METADATA).write_bytes(whole[:length])
         assert _check_damaged_load(checkpoint, METADATA, f"cut to {length} bytes") is not None
 

@@ -9,16 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.faults.support import (
-    assert_no_more_threads_than,
-    committed_files,
-    contents,
-    failure_of,
-    living_threads,
-    load,
-    same,
-    small_state,
-)
+from tests.support.checkpoints import committed_files, contents, failure_of, load
+from tests.support.process import assert_no_more_threads_than, living_threads
+from tests.support.states import same, small_state
+from tests.support.sweeps import sweep
 from torch.futures import Future
 
 import holdfast as hf
@@ -264,13 +258,14 @@ class _FailingCall:
         return watched
 
 
+@sweep(stride=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", WRITERS.values(), ids=WRITERS)
 def test_whichever_call_of_a_save_fails_the_old_checkpoint_or_the_new_is_whole(
-    tmp_path: Path, options: dict[str, Any]
+    tmp_path: Path, options: dict[str, Any], stride: int
 ) -> None:
     alive = living_threads()
-    for n in range(1, 1000):
+    for n in range(1, 1000, stride):
         folder = tmp_path / str(n)
         hf.save(small_state(1), checkpoint_id=folder)
         with pytest.MonkeyPatch.context() as patch:

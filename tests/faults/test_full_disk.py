@@ -2,25 +2,17 @@
 
 import errno
 import os
-import resource
 import shutil
-import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.faults.support import (
-    MIB,
-    assert_no_more_threads_than,
-    committed_files,
-    contents,
-    living_threads,
-    load,
-    same,
-)
+from tests.support.checkpoints import committed_files, contents, load
+from tests.support.process import assert_no_more_threads_than, file_size_limit, living_threads
+from tests.support.states import MIB, same
+from tests.support.tools import small_disk
 
 import holdfast as hf
 from holdfast.extension import ZStandard
@@ -42,17 +34,6 @@ def _state(seed: int, mib: int, count: int = 4) -> dict[str, Any]:
     return {**big, "note": f"state {seed}"}
 
 
-@contextmanager
-def _file_size_limit(nbytes: int) -> Iterator[None]:
-    # Python ignores SIGXFSZ, so that a write beyond the limit fails with EFBIG.
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.parametrize("options", WRITERS.values(), ids=WRITERS)
 def test_a_file_that_may_not_grow_is_raised_with_errno_and_path(
     tmp_path: Path, options: dict[str, Any]
@@ -62,7 +43,7 @@ def test_a_file_that_may_not_grow_is_raised_with_errno_and_path(
     hf.save(_state(1, 1), checkpoint_id=folder)
     before, threads = contents(folder), living_threads()
     state = {**_state(2, 1), "huge": torch.randn(5 * MIB, generator=torch.Generator().manual_seed(2))}
-    with _file_size_limit(10 * MIB), pytest.raises(OSError) as caught:
+    with file_size_limit(10 * MIB), pytest.raises(OSError) as caught:
         hf.save(state, storage_writer=FileSystemWriter(folder, **options))
     assert caught.value.errno == errno.EFBIG
     _assert_names_a_file(caught.value, folder)
@@ -92,14 +73,14 @@ def _assert_names_a_file(error: OSError, folder: Path) -> None:
     ids=["1 thread", "a file per item", "zstd", "not durable"],
 )
 def test_a_file_that_may_not_grow_is_raised_with_the_key(tmp_path: Path, options: dict[str, Any]) -> None:
-    with _file_size_limit(4 * MIB), pytest.raises(OSError) as caught:
+    with file_size_limit(4 * MIB), pytest.raises(OSError) as caught:
         hf.save({"huge": torch.rand(2 * MIB)}, storage_writer=FileSystemWriter(tmp_path, **options))
     assert caught.value.errno == errno.EFBIG
     assert "huge" in str(caught.value)
 
 
 def test_a_file_that_may_not_grow_names_a_key_when_only_small_values_are_written(tmp_path: Path) -> None:
-    with _file_size_limit(512), pytest.raises(OSError) as caught:
+    with file_size_limit(512), pytest.raises(OSError) as caught:
         hf.save({"tiny": torch.ones(100)}, checkpoint_id=tmp_path)
     assert caught.value.errno == errno.EFBIG
     assert "tiny" in str(caught.value)
@@ -116,7 +97,7 @@ def test_metadata_that_may_not_grow_leaves_the_old_checkpoint(tmp_path: Path) ->
     before = contents(tmp_path)
     limit = len(before[".metadata"]) - 1
     assert max(len(data) for name, data in before.items() if name != ".metadata") < limit
-    with _file_size_limit(limit), pytest.raises(OSError) as caught:
+    with file_size_limit(limit), pytest.raises(OSError) as caught:
         hf.save(state(2), storage_writer=FileSystemWriter(tmp_path, single_file_per_rank=False))
     assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / ".metadata"))
     after = contents(tmp_path)
@@ -130,29 +111,21 @@ def test_a_save_that_failed_leaves_nothing_on_the_disk(tmp_path: Path, options: 
     hf.save(_state(1, 1), checkpoint_id=tmp_path)
     before = contents(tmp_path)
     state = {**_state(2, 1), "note": b"x" * (12 * MIB)}
-    with _file_size_limit(10 * MIB), pytest.raises(OSError):
+    with file_size_limit(10 * MIB), pytest.raises(OSError):
         hf.save(state, storage_writer=FileSystemWriter(tmp_path, **options))
     assert contents(tmp_path) == before
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 24 MiB of its own."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
-    if shutil.which("mount") is None:
-        pytest.skip("there is no mount command")
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
-    if done.returncode:
-        pytest.skip(f"this user or machine may not mount a file system: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True, timeout=60)
+    with small_disk("tmpfs", tmp_path / "disk") as folder:
+        yield folder
 
 
 @pytest.mark.parametrize("options", WRITERS.values(), ids=WRITERS)
-def test_a_full_disk_leaves_the_old_checkpoint_bit_for_bit(small_disk: Path, options: dict[str, Any]) -> None:
-    folder = small_disk / "checkpoint"
+def test_a_full_disk_leaves_the_old_checkpoint_bit_for_bit(disk: Path, options: dict[str, Any]) -> None:
+    folder = disk / "checkpoint"
     hf.save(_state(1, 2), storage_writer=FileSystemWriter(folder, **options))
     before, threads = contents(folder), living_threads()
     for attempt in range(3):
@@ -169,43 +142,41 @@ def test_a_full_disk_leaves_the_old_checkpoint_bit_for_bit(small_disk: Path, opt
 
 @pytest.mark.parametrize("options", WRITERS.values(), ids=WRITERS)
 def test_after_a_full_disk_the_next_save_works_once_there_is_space(
-    small_disk: Path, options: dict[str, Any]
+    disk: Path, options: dict[str, Any]
 ) -> None:
-    folder = small_disk / "checkpoint"
+    folder = disk / "checkpoint"
     hf.save(_state(1, 1), storage_writer=FileSystemWriter(folder, **options))
-    (small_disk / "other").write_bytes(bytes(15 * MIB))
+    (disk / "other").write_bytes(bytes(15 * MIB))
     with pytest.raises(OSError) as caught:
         hf.save(_state(2, 2), storage_writer=FileSystemWriter(folder, **options))
     assert caught.value.errno == errno.ENOSPC
-    (small_disk / "other").unlink()
+    (disk / "other").unlink()
     hf.save(_state(2, 2), storage_writer=FileSystemWriter(folder, **options))
     assert same(load(folder, _state(9, 2)), _state(2, 2))
     assert set(os.listdir(folder)) == committed_files(folder)
 
 
-def test_after_a_failed_save_the_disk_has_as_much_space_as_before(small_disk: Path) -> None:
-    folder = small_disk / "checkpoint"
+def test_after_a_failed_save_the_disk_has_as_much_space_as_before(disk: Path) -> None:
+    folder = disk / "checkpoint"
     hf.save(_state(1, 1), checkpoint_id=folder)
-    free = shutil.disk_usage(small_disk).free
+    free = shutil.disk_usage(disk).free
     with pytest.raises(OSError):
         hf.save(_state(2, 6), storage_writer=FileSystemWriter(folder, single_file_per_rank=False))
-    assert shutil.disk_usage(small_disk).free == free
+    assert shutil.disk_usage(disk).free == free
 
 
 @pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.slow)])
-def test_a_full_disk_in_the_background_is_told_by_the_future_and_loses_nothing(
-    small_disk: Path, kind: str
-) -> None:
-    folder = small_disk / "checkpoint"
+def test_a_full_disk_in_the_background_is_told_by_the_future_and_loses_nothing(disk: Path, kind: str) -> None:
+    folder = disk / "checkpoint"
     by = AsyncCheckpointerType(kind)
     hf.save(_state(1, 1), checkpoint_id=folder)
-    before, free = contents(folder), shutil.disk_usage(small_disk).free
+    before, free = contents(folder), shutil.disk_usage(disk).free
     failing: Any = hf.async_save(_state(2, 6), checkpoint_id=folder, async_checkpointer_type=by)
     with pytest.raises(OSError) as caught:
         failing.result()
     assert caught.value.errno == errno.ENOSPC
     _assert_names_a_file(caught.value, folder)
     assert contents(folder) == before
-    assert shutil.disk_usage(small_disk).free == free
+    assert shutil.disk_usage(disk).free == free
     hf.async_save(_state(3, 1), checkpoint_id=folder, async_checkpointer_type=by).result()  # type: ignore[union-attr]
     assert same(load(folder, _state(9, 1)), _state(3, 1))

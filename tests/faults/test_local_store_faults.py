@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -13,11 +12,12 @@ import tempfile
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.process import file_size_limit
+from tests.support.tools import as_nobody, small_disk, traced_calls
 
 from holdfast._io.local import LocalStore
 from holdfast.errors import StorageError, TruncatedFileError
@@ -40,7 +40,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> LocalStore:
 
 
 def test_a_file_size_limit_is_raised_with_errno_and_path(store: LocalStore, tmp_path: Path) -> None:
-    with pytest.raises(OSError) as caught, _file_size_limit(20 * MIB):
+    with pytest.raises(OSError) as caught, file_size_limit(20 * MIB):
         _write_mibs(store, 60)
     assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "f"))
     assert caught.value.strerror
@@ -50,7 +50,7 @@ def test_a_file_size_limit_is_raised_with_errno_and_path(store: LocalStore, tmp_
 def test_no_thread_is_alive_when_a_write_raises(store: LocalStore) -> None:
     before = set(threading.enumerate())
     file = store.create("f")
-    with _file_size_limit(10 * MIB), pytest.raises(OSError):
+    with file_size_limit(10 * MIB), pytest.raises(OSError):
         file.write(bytes(60 * MIB))
     assert set(threading.enumerate()) == before
     assert store.list() == {}
@@ -62,7 +62,7 @@ def test_errors_that_are_kept_do_not_hurt_later_writes(store: LocalStore) -> Non
     """Their tracebacks refer to the buffers that were being written, and the buffers are used again."""
     kept = []
     for _ in range(3):
-        with _file_size_limit(10 * MIB), pytest.raises(OSError) as caught:
+        with file_size_limit(10 * MIB), pytest.raises(OSError) as caught:
             _write_mibs(store, 60)
         kept.append(caught)
     files = [store.create(f"f{n}") for n in range(3)]
@@ -77,55 +77,39 @@ def test_a_limit_that_the_last_bytes_meet_is_not_lost(store: LocalStore) -> None
     for limit in (16 * MIB, 16 * MIB + 4096, 16 * MIB + 4096 + 10):
         file = store.create("f")
         file.write(bytes(16 * MIB + 4096 + 11))
-        with _file_size_limit(limit), pytest.raises(OSError) as caught:
+        with file_size_limit(limit), pytest.raises(OSError) as caught:
             file.finish()
         assert caught.value.errno == errno.EFBIG
         assert store.list() == {}
 
 
 @pytest.fixture(params=["tmpfs", "ext4"])
-def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """A file system of 24 MiB of its own."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if request.param == "tmpfs":
-        commands = [["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]]
-    else:
-        image = tmp_path / "image"
-        with image.open("wb") as file:
-            file.truncate(24 * MIB)
-        commands = [["mkfs.ext4", "-q", "-O", "^has_journal", str(image)]]
-        commands += [["mount", "-o", "loop", str(image), str(folder)]]
-    for command in commands:
-        if shutil.which(command[0]) is None:
-            pytest.skip(f"{command[0]} is not installed")
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
-        if done.returncode:
-            pytest.skip(f"this user or machine may not mount a file system: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True, timeout=60)
+    with small_disk(request.param, tmp_path / "disk") as folder:
+        yield folder
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_a_full_disk_is_raised_with_errno_and_path(small_disk: Path, direct: bool) -> None:
-    store = LocalStore(small_disk / "checkpoint", direct_writes=direct)
+def test_a_full_disk_is_raised_with_errno_and_path(disk: Path, direct: bool) -> None:
+    store = LocalStore(disk / "checkpoint", direct_writes=direct)
     store.make()
     store.replace(".metadata", b"old" * 1000)
     with pytest.raises(OSError) as caught:
         _write_mibs(store, 40)
-    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(small_disk / "checkpoint" / "f"))
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(disk / "checkpoint" / "f"))
     assert store.list() == {".metadata": 3000}
     with store.create("f") as file:
         file.write(bytes(10 * MIB))
     assert store.list()["f"] == 10 * MIB
 
 
-def test_a_commit_on_a_full_disk_leaves_the_old_file(small_disk: Path) -> None:
-    store = LocalStore(small_disk)
+def test_a_commit_on_a_full_disk_leaves_the_old_file(disk: Path) -> None:
+    store = LocalStore(disk)
     store.replace(".metadata", b"old" * 1000)
     with pytest.raises(OSError) as caught:
         store.replace(".metadata", b"\x02" * 30 * MIB)
-    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(small_disk / ".metadata"))
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(disk / ".metadata"))
     assert store.list() == {".metadata": 3000}
     assert store.read(".metadata", max_bytes=3000) == b"old" * 1000
 
@@ -178,7 +162,6 @@ def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> N
     assert store.list() == {}
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody without rights")
 def test_reading_needs_read_access_only() -> None:
     parent = tempfile.mkdtemp()
     try:
@@ -188,14 +171,11 @@ def test_reading_needs_read_access_only() -> None:
             file.write(b"x" * 9 * MIB)
         os.chmod(store.url, 0o555)
         os.chmod(parent, 0o555)
-        os.seteuid(65534)
-        try:
+        with as_nobody():
             assert store.read("f", max_bytes=9 * MIB) == b"x" * 9 * MIB
             assert (store.list(), store.exists("f")) == ({"f": 9 * MIB}, True)
             with pytest.raises(PermissionError):
                 store.create("g")
-        finally:
-            os.seteuid(0)
     finally:
         shutil.rmtree(parent)
 
@@ -321,27 +301,16 @@ SAVE = """
 """
 
 
-def _run(program: str, folder: Path, *before: str) -> "subprocess.CompletedProcess[str]":
-    command = [*before, sys.executable, "-c", textwrap.dedent(program), str(folder)]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
-
-
 def test_the_order_of_calls_survives_a_power_cut(tmp_path: Path) -> None:
     """Data, its flush, the folder's, then the metadata, its flush, the rename, and the folder's again."""
-    if shutil.which("strace") is None:
-        pytest.skip("strace is not installed")
-    trace = tmp_path / "trace"
-    folder = tmp_path / "new" / "checkpoint"
-    calls = "mkdir,openat,pwrite64,pwritev,pwritev2,fsync,fdatasync,rename,renameat,renameat2"
+    calls = ["mkdir", "pwrite64", "pwritev", "pwritev2", "fsync", "fdatasync"]
+    calls += ["rename", "renameat", "renameat2"]
     program = textwrap.dedent(SAVE) + "store.make()\nsave('data', b'x')\n"
-    done = _run(program, folder, "strace", "-f", "-y", "-o", str(trace), "-e", f"trace={calls}")
-    if "ptrace" in done.stderr:
-        pytest.skip(f"strace may not trace here: {done.stderr.strip()}")
-    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "new" / "checkpoint"
     steps: list[str] = []
-    for line in trace.read_text().splitlines():
+    for line in traced_calls(program, str(folder), calls=calls, log=tmp_path / "trace"):
         call = re.match(r"\d+ +(\w+)\((.*)", line)
-        if call and str(tmp_path) in line and call[1] != "openat":
+        if call and str(tmp_path) in line:
             where = (
                 "temporary" if ".tmp" in call[2].split(">")[0] else "data" if "/data>" in line else "folder"
             )
@@ -400,7 +369,8 @@ def test_a_kill_at_any_call_leaves_the_old_checkpoint_or_the_new(tmp_path: Path)
                 break
         print(json.dumps(outcomes))
     """)
-    done = _run(program, tmp_path)
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     outcomes = json.loads(done.stdout)
     assert len(outcomes) > 30, "most of the calls were not reached"
@@ -422,13 +392,3 @@ def _failure_of(call: Callable[[], None]) -> tuple[Any, Any] | None:
     except OSError as error:
         return error.errno, error.filename
     return None
-
-
-@contextmanager
-def _file_size_limit(nbytes: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -3,8 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import textwrap
 from collections.abc import Callable
@@ -12,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults.support import contents, load, put_back, same, small_state
+from tests.support.checkpoints import contents, load, put_back
+from tests.support.states import same, small_state
+from tests.support.tools import as_nobody, traced_calls
 
 import holdfast as hf
 from holdfast.extension import ZStandard
@@ -21,13 +21,13 @@ from holdfast.filesystem import FileSystemWriter
 pytestmark = pytest.mark.one_core
 
 SAVE = """
-    import sys
+    import os, sys
     import torch
     import holdfast as hf
     from holdfast.extension import ZStandard
-    folder, options = sys.argv[1], eval(sys.argv[2])
-    hf.save({"a": torch.ones(300), "b": torch.ones(3 << 20), "c": "text"},
-            storage_writer=hf.FileSystemWriter(folder, **options))
+    for name, options in eval(sys.argv[2]).items():
+        hf.save({"a": torch.ones(300), "b": torch.ones(3 << 20), "c": "text"},
+                storage_writer=hf.FileSystemWriter(os.path.join(sys.argv[1], name), **eval(options)))
 """
 OPTIONS = {
     "one thread": "{}",
@@ -35,14 +35,29 @@ OPTIONS = {
     "a file per item": "{'single_file_per_rank': False}",
     "zstd": "{'_extensions': [ZStandard()]}",
 }
+CALLS = ["write", "pwrite64", "pwritev", "pwritev2", "fsync", "fdatasync", "sync", "syncfs"]
+CALLS += ["rename", "renameat", "renameat2", "unlink", "unlinkat"]
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The steps of a save with each of the options, and of one that overwrites, by one traced process."""
+    root = tmp_path_factory.mktemp("traced")
+    hf.save(small_state(1), checkpoint_id=root / "overwrite")
+    options = {**OPTIONS, "overwrite": "{}"}
+    for name in OPTIONS:
+        (root / name).mkdir()
+    program = textwrap.dedent(SAVE)
+    lines = traced_calls(program, str(root), repr(options), calls=CALLS, log=root / "trace")
+    return {name: _steps(lines, str(root / name)) for name in options}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", OPTIONS)
 def test_data_is_flushed_before_the_metadata_and_the_metadata_before_its_name(
-    tmp_path: Path, options: str
+    trace: dict[str, list[str]], options: str
 ) -> None:
-    steps = _trace_save(tmp_path, options)
+    steps = list(trace[options])
     rename = steps.index("rename metadata")
     data, commit = steps[: steps.index("write metadata")], steps[steps.index("write metadata") :]
     files = {step.removeprefix("write ") for step in data if step.startswith("write ")}
@@ -58,36 +73,23 @@ def test_data_is_flushed_before_the_metadata_and_the_metadata_before_its_name(
 
 
 @pytest.mark.slow
-def test_a_save_never_flushes_the_whole_machine(tmp_path: Path) -> None:
-    assert not [step for step in _trace_save(tmp_path, "{}") if step.startswith("sync")]
+def test_a_save_never_flushes_the_whole_machine(trace: dict[str, list[str]]) -> None:
+    assert not [step for steps in trace.values() for step in steps if step.startswith("sync")]
 
 
 @pytest.mark.slow
-def test_an_overwrite_removes_old_files_only_after_the_commit_is_durable(tmp_path: Path) -> None:
-    _trace_save(tmp_path, "{}")
-    steps = _trace_save(tmp_path, "{}")
+def test_an_overwrite_removes_old_files_only_after_the_commit_is_durable(trace: dict[str, list[str]]) -> None:
+    steps = list(trace["overwrite"])
     first_removal = min(n for n, step in enumerate(steps) if step.startswith("unlink"))
     assert steps[:first_removal][-2:] == ["rename metadata", "fsync folder"]
     assert not [step for step in steps[first_removal:] if step.startswith(("write", "rename"))]
 
 
-def _trace_save(tmp_path: Path, options: str) -> list[str]:
-    """The calls of a save that change the folder, in order; equal ones in a row once."""
-    if shutil.which("strace") is None:
-        pytest.skip("strace is not installed")
-    trace, folder = tmp_path / "trace", tmp_path / "checkpoint"
-    folder.mkdir(exist_ok=True)
-    wanted = "write,pwrite64,pwritev,pwritev2,fsync,fdatasync,sync,syncfs"
-    wanted += ",rename,renameat,renameat2,unlink,unlinkat"
-    command = ["strace", "-f", "-y", "-o", str(trace), "-e", f"trace={wanted}"]
-    command += [sys.executable, "-c", textwrap.dedent(SAVE), str(folder), options]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
-    if "ptrace" in done.stderr:
-        pytest.skip(f"strace may not trace here: {done.stderr.strip()}")
-    assert done.returncode == 0, done.stderr
+def _steps(lines: list[str], folder: str) -> list[str]:
+    """The calls that change the folder, in order; equal ones in a row once."""
     steps: list[str] = []
-    for line in trace.read_text().splitlines():
-        step = _step(line, str(folder))
+    for line in lines:
+        step = _step(line, folder)
         if step and steps[-1:] != [step]:
             steps.append(step)
     return steps
@@ -205,6 +207,7 @@ class _Journal:
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", ["all names", "no names", "renames"])
 @pytest.mark.parametrize(
     "options",
@@ -233,7 +236,6 @@ def test_a_power_cut_after_any_step_leaves_the_old_checkpoint_or_the_new(
     assert kind == ("fsync" if kept == "no names" else "rename")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody without rights")
 @pytest.mark.parametrize("compressed", [False, True])
 def test_loading_needs_read_access_only(compressed: bool) -> None:
     """Nobody may write the folder or the one above it; the process that loads owns neither."""
@@ -249,18 +251,14 @@ def test_loading_needs_read_access_only(compressed: bool) -> None:
         os.chmod(parent, 0o555)
         # Whatever is imported late is imported as somebody who may.
         load(folder, small_state(99))
-        os.seteuid(65534)
-        try:
+        with as_nobody():
             assert not os.access(folder, os.W_OK, effective_ids=True)
             assert same(load(folder, small_state(99)), small_state(1))
-        finally:
-            os.seteuid(0)
         assert contents(folder) == before
     finally:
         shutil.rmtree(parent)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody without rights")
 def test_a_file_that_may_not_be_read_is_raised_with_its_name() -> None:
     parent = tempfile.mkdtemp()
     folder = os.path.join(parent, "checkpoint")
@@ -269,12 +267,8 @@ def test_a_file_that_may_not_be_read_is_raised_with_its_name() -> None:
         hf.save(small_state(1), checkpoint_id=folder)
         (name,) = [name for name in os.listdir(folder) if name.endswith(".distcp")]
         os.chmod(os.path.join(folder, name), 0o000)
-        os.seteuid(65534)
-        try:
-            with pytest.raises(PermissionError, match=name) as caught:
-                load(folder, small_state(99))
-        finally:
-            os.seteuid(0)
+        with as_nobody(), pytest.raises(PermissionError, match=name) as caught:
+            load(folder, small_state(99))
         assert caught.value.filename == os.path.join(folder, name)
     finally:
         shutil.rmtree(parent)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
+from tests.support.states import assert_same, blank, random_tensor, same
 from torch.distributed.checkpoint._extension import ZStandard as TorchZStandard
 
 import holdfast as hf
@@ -62,35 +63,6 @@ WAYS = [
 both_ways = pytest.mark.parametrize(("save", "load"), WAYS)
 
 
-def bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
-    """What a tensor holds, bit for bit, whatever its strides and lazy bits."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    raw = torch.empty(0, dtype=torch.uint8).set_(plain.untyped_storage())
-    start = plain.storage_offset() * plain.itemsize
-    return tensor.dtype, tensor.shape, raw.numpy().tobytes()[start : start + plain.numel() * plain.itemsize]
-
-
-def random_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    made = torch.empty(shape, dtype=dtype)
-    raw = torch.empty(0, dtype=torch.uint8).set_(made.untyped_storage())
-    raw.random_(0, 2 if dtype == torch.bool else 256)
-    return made
-
-
-def blank(value: Any) -> Any:
-    """The same structure with memory of its own and other values."""
-    if isinstance(value, torch.Tensor):
-        # torch has no zeros of its rarest dtypes.
-        made = torch.empty(value.shape, dtype=value.dtype)
-        torch.empty(0, dtype=torch.uint8).set_(made.untyped_storage()).zero_()
-        return made
-    if isinstance(value, dict):
-        return type(value)((key, blank(entry)) for key, entry in value.items())
-    if isinstance(value, list):
-        return [blank(entry) for entry in value]
-    return "not loaded"
-
-
 @pytest.fixture(autouse=True)
 def _same_values_each_time() -> None:
     torch.manual_seed(7)
@@ -131,7 +103,7 @@ def test_tensors_of_every_dtype_arrive_bit_for_bit(
     loaded = blank(state)
     load(loaded, tmp_path)
     for key, value in state.items():
-        assert bits(loaded[key]) == bits(value), key
+        assert same(loaded[key], value), key
 
 
 @pytest.mark.parametrize(
@@ -154,7 +126,7 @@ def test_compressed_tensors_and_objects_arrive(
     loaded = blank(state)
     load(loaded, tmp_path)
     for key, value in state.items():
-        assert (loaded[key] == value) if key == "words" else (bits(loaded[key]) == bits(value)), key
+        assert same(loaded[key], value), key
 
 
 def awkward_tensors() -> dict[str, torch.Tensor]:
@@ -197,7 +169,7 @@ def test_views_and_lazy_tensors_arrive_as_the_elements_that_they_show(
     loaded = blank(state)
     load(loaded, tmp_path)
     for key, value in state.items():
-        assert bits(loaded[key]) == bits(value), key
+        assert same(loaded[key], value), key
 
 
 def test_of_a_view_only_its_own_elements_are_stored(tmp_path: Path) -> None:
@@ -364,10 +336,10 @@ def test_tuples_that_hold_tensors_arrive(tmp_path: Path, save: Save, load: Load)
     load(loaded, tmp_path)
     arrived = loaded["value"]
     assert type(arrived) is tuple
-    assert bits(arrived[0]) == bits(inside[0])
+    assert same(arrived[0], inside[0])
     assert arrived[1][0] == "a"
-    assert bits(arrived[1][1]) == bits(torch.ones(2, dtype=torch.bfloat16))
-    assert bits(arrived[2][0]) == bits(torch.tensor(5))
+    assert same(arrived[1][1], torch.ones(2, dtype=torch.bfloat16))
+    assert same(arrived[2][0], torch.tensor(5))
 
 
 @pytest.mark.parametrize(
@@ -419,22 +391,6 @@ def nested_state() -> dict[str, Any]:
     }
 
 
-def assert_same(left: Any, right: Any) -> None:
-    assert type(left) is type(right)
-    if isinstance(left, torch.Tensor):
-        assert bits(left) == bits(right)
-    elif isinstance(left, dict):
-        assert list(left) == list(right)
-        for key, value in left.items():
-            assert_same(value, right[key])
-    elif isinstance(left, list):
-        assert len(left) == len(right)
-        for one, other in zip(left, right, strict=True):
-            assert_same(one, other)
-    else:
-        assert left == right
-
-
 @both_ways
 @pytest.mark.parametrize("options", [{}, {"single_file_per_rank": False}])
 def test_nested_states_arrive(tmp_path: Path, save: Save, load: Load, options: dict[str, Any]) -> None:
@@ -478,13 +434,13 @@ def test_modules_and_optimizers_go_on_exactly_where_they_were(
     assert state["model"] is other
     assert other[0].weight is weight
     for key, value in expected_state.items():
-        assert bits(other.state_dict()[key]) == bits(value), key
+        assert same(other.state_dict()[key], value), key
     batch = torch.randn(8, 3)
     for one, its_optimizer in ((model, optimizer), (other, other_optimizer)):
         its_optimizer.zero_grad()
         one(batch).square().mean().backward()
         its_optimizer.step()
-    assert bits(model[0].weight) == bits(other[0].weight)
+    assert same(model[0].weight, other[0].weight)
 
 
 def test_a_module_inside_a_dict_is_saved_as_its_state_and_restored_in_place(tmp_path: Path) -> None:

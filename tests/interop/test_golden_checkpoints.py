@@ -1,13 +1,13 @@
 """Checkpoints that past versions of torch wrote, kept as files, load with the values they were made from."""
 
-import importlib.util
 import shutil
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from tests.golden import make_torch_checkpoints as recipes
+from tests.support.states import assert_same, blank
 
 import holdfast as hf
 from holdfast.errors import PlanError
@@ -17,53 +17,8 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 FOLDERS = sorted(folder for folder in GOLDEN.glob("torch-*/*") if folder.is_dir())
 
 
-def _recipes() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "make_torch_checkpoints", GOLDEN / "make_torch_checkpoints.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-recipes = _recipes()
-
-
 def named(name: str) -> list[Any]:
     return [pytest.param(f, id=f.parent.name) for f in FOLDERS if f.name == name]
-
-
-def bits(tensor: torch.Tensor) -> tuple[torch.dtype, list[int], bytes]:
-    plain = tensor.detach().resolve_conj().contiguous().clone()
-    raw = torch.empty(0, dtype=torch.uint8).set_(plain.untyped_storage())
-    return tensor.dtype, list(tensor.shape), raw.numpy().tobytes()
-
-
-def assert_same(left: Any, right: Any, where: str = "") -> None:
-    if isinstance(right, torch.Tensor):
-        assert bits(left) == bits(right), where
-    elif isinstance(right, dict):
-        assert list(left) == list(right), where
-        for key, value in right.items():
-            assert_same(left[key], value, f"{where}.{key}")
-    elif isinstance(right, list):
-        assert len(left) == len(right), where
-        for number, value in enumerate(right):
-            assert_same(left[number], value, f"{where}.{number}")
-    else:
-        assert left == right, where
-
-
-def blank(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return torch.zeros(value.shape, dtype=value.dtype)
-    if isinstance(value, dict):
-        return {key: blank(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [blank(entry) for entry in value]
-    return "not loaded"
 
 
 def plain_state(folder: Path) -> dict[str, Any]:

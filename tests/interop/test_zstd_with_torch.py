@@ -2,6 +2,7 @@
 
 import io
 import random
+import sys
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -15,24 +16,23 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from holdfast._io import zstd_backends
 from holdfast.errors import IntegrityError
 from holdfast.extension import ExtensionRegistry, ZStandard
-from holdfast.testing.awkward_streams import Sink
+from holdfast.testing.fake_streams import FakeOutput
 
 KIB_128 = 128 << 10
+STANDARD_LIBRARY = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 # Torch says so whenever it saves or loads in one process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 SIZES = [0, 1, KIB_128 - 1, KIB_128, KIB_128 + 1, 5 << 20]
 
 
-@pytest.fixture(autouse=True, params=["zstandard", "backports.zstd"])
+@pytest.fixture(autouse=True, params=["zstandard", STANDARD_LIBRARY])
 def our_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip(request.param)
     monkeypatch.setattr(zstd_backends, "PREFERENCE", (request.param,))
 
 
 @pytest.fixture(params=["zstandard", "pyzstd"])
 def torchs_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    pytest.importorskip(request.param)
     if request.param == "pyzstd":
         monkeypatch.setattr(torch_extension, "zstandard", None)
     return str(request.param)
@@ -44,7 +44,7 @@ def content_of(size: int) -> bytes:
 
 
 def write_through(transform: Any, content: bytes, *, step: int, flush: bool) -> bytes:
-    sink = Sink()
+    sink = FakeOutput()
     stream = transform.transform_to(cast("IO[bytes]", sink))
     for start in range(0, len(content), step):
         stream.write(content[start : start + step])

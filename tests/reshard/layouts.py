@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from tests.support.states import same
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -126,22 +127,12 @@ def parts_of(value: Any) -> list[torch.Tensor]:
     return [value]
 
 
-def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    return torch.equal(_bytes(left), _bytes(right))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().flatten().view(torch.uint8)
-
-
 def assert_holds(value: Any, expected: Any, what: str) -> None:
     """Both are parts of the same layout, with the same bits."""
     found, wanted = parts_of(value), parts_of(expected)
     assert len(found) == len(wanted), what
     for mine, theirs in zip(found, wanted, strict=True):
-        assert same_bits(mine, theirs), f"{what}: found {mine}, expected {theirs}"
+        assert same(mine, theirs), f"{what}: found {mine}, expected {theirs}"
 
 
 def matrix(seed: int, shape: Sequence[int] = SHAPE) -> torch.Tensor:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.reshard.layouts import assert_holds, blank, matrix, same_bits
+from tests.reshard.layouts import assert_holds, blank, matrix
 from tests.reshard.test_layouts import layouts
+from tests.support.states import same
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -195,7 +196,7 @@ def test_what_is_smaller_than_the_world_or_empty_or_of_no_dimension(tmp_path: Pa
     FakeRanks(4).run(load)
     alone: dict[str, Any] = {key: torch.full_like(whole, -1) for key, whole in wholes.items()}
     holdfast.load(alone, checkpoint_id=tmp_path)
-    assert all(same_bits(alone[key], whole) for key, whole in wholes.items())
+    assert all(same(alone[key], whole) for key, whole in wholes.items())
 
 
 def test_parameters_that_require_gradients_are_loaded_in_place(tmp_path: Path) -> None:
@@ -315,7 +316,7 @@ def test_ranks_that_hold_different_keys_save_one_checkpoint(tmp_path: Path) -> N
     FakeRanks(3).run(save)
     state: dict[str, Any] = {f"layer {number}": torch.zeros(7, 5) for number in range(3)}
     holdfast.load(state, checkpoint_id=tmp_path)
-    assert all(same_bits(state[f"layer {number}"], matrix(number)) for number in range(3))
+    assert all(same(state[f"layer {number}"], matrix(number)) for number in range(3))
 
 
 def check_reshard(
@@ -352,7 +353,7 @@ def journeys(draw: st.DrawFn) -> tuple[Any, MeshAndPlacements]:
     return source, (mesh, placements)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(journeys())
 def test_any_layout_loads_into_any_other(journey: tuple[Any, MeshAndPlacements]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -360,7 +361,8 @@ def test_any_layout_loads_into_any_other(journey: tuple[Any, MeshAndPlacements])
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.soak
+@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(journeys())
 def test_any_layout_loads_into_any_other_at_length(journey: tuple[Any, MeshAndPlacements]) -> None:
     with tempfile.TemporaryDirectory() as folder:

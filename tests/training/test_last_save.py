@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ranks.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 import holdfast
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from tests.torch_pickles import write_torch_metadata
+from tests.support.torch_pickles import write_torch_metadata
 
 from holdfast._format import metadata_file
 from holdfast._format.inventory import Inventory, StoredObject, StoredTensor, read_inventory

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.torch_pickles import iter_torch_metadata, write_torch_metadata
+from tests.support.torch_pickles import iter_torch_metadata, write_torch_metadata
 
 from holdfast._format.dtypes import DTYPES
 from holdfast._format.torch_pickle import read_plain_pickle, read_torch_metadata

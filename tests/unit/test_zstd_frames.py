@@ -25,7 +25,7 @@ from holdfast._io.zstd_frames import (
     parse_frame_header,
 )
 from holdfast.errors import IntegrityError, StorageError, TruncatedFileError
-from holdfast.testing.awkward_streams import Sink, Source
+from holdfast.testing.fake_streams import FakeInput, FakeOutput
 
 STANDARD_LIBRARY = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 MIB = 1 << 20
@@ -36,7 +36,6 @@ SMALL_WINDOW = b"\x00\x00"
 
 @pytest.fixture(params=["zstandard", STANDARD_LIBRARY])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
-    pytest.importorskip(request.param)
     monkeypatch.setattr(zstd_backends, "PREFERENCE", (request.param,))
     selected = select_backend()
     assert selected is not None
@@ -48,12 +47,12 @@ def writer_on(sink: Any, backend: Backend, level: int = 3) -> ZstdWriter:
 
 
 def reader_of(data: Any, backend: Backend, max_size: int | None = None) -> ZstdReader:
-    source = Source(data) if isinstance(data, bytes) else data
+    source = FakeInput(data) if isinstance(data, bytes) else data
     return ZstdReader(cast("IO[bytes]", source), backend, max_size=max_size)
 
 
 def compress(content: bytes, backend: Backend, *, flush: bool = False) -> bytes:
-    sink = Sink()
+    sink = FakeOutput()
     with writer_on(sink, backend) as stream:
         stream.write(content)
         if flush:
@@ -127,7 +126,6 @@ class TestFrames:
         content = random.Random(2).randbytes(300_000) + bytes(300_000)
         backends = []
         for name in ("zstandard", STANDARD_LIBRARY):
-            pytest.importorskip(name)
             monkeypatch.setattr(zstd_backends, "PREFERENCE", (name,))
             backends.append(select_backend())
         one, other = backends
@@ -168,7 +166,7 @@ class TestFrames:
     def test_one_huge_write_reaches_the_output_in_small_pieces(self, backend: Backend) -> None:
         sizes = []
 
-        class Measuring(Sink):
+        class Measuring(FakeOutput):
             def write(self, b: Any, /) -> int:
                 sizes.append(len(b))
                 return super().write(b)
@@ -179,7 +177,7 @@ class TestFrames:
         assert max(sizes) < 2 * MIB
 
     def test_flush_makes_all_that_was_written_readable(self, backend: Backend) -> None:
-        sink = Sink()
+        sink = FakeOutput()
         stream = writer_on(sink, backend)
         stream.flush()
         assert not sink.content
@@ -218,7 +216,7 @@ class TestTruncation:
         assert caught.value.path == str(path)
 
     def test_a_dropped_writer_leaves_a_frame_that_is_truncated(self, backend: Backend) -> None:
-        sink = Sink()
+        sink = FakeOutput()
         stream = writer_on(sink, backend)
         stream.write(b"abc")
         stream.flush()
@@ -231,7 +229,7 @@ class TestTruncation:
     def test_a_with_block_left_by_an_exception_leaves_a_frame_that_is_truncated(
         self, backend: Backend
     ) -> None:
-        sink = Sink()
+        sink = FakeOutput()
 
         def give_up() -> None:
             with writer_on(sink, backend) as stream:
@@ -274,7 +272,7 @@ class TestDamage:
     def test_bytes_lost_to_a_passing_error_of_the_input_are_not_skipped(self, backend: Backend) -> None:
         content = random.Random(6).randbytes(MIB)
 
-        class Hiccup(Source):
+        class Hiccup(FakeInput):
             def readinto(self, b: Any, /) -> int | None:
                 if self.read_count == 2:
                     self.read_count += 1
@@ -400,7 +398,7 @@ class TestAwkwardStreams:
     def test_a_write_that_makes_no_progress_is_an_error(self, backend: Backend) -> None:
         for answer, kind in ((0, OSError), (None, BlockingIOError), (-1, OSError), (10**9, OSError)):
 
-            class Stuck(Sink):
+            class Stuck(FakeOutput):
                 returned = answer
 
                 def write(self, b: Any, /) -> Any:
@@ -414,7 +412,7 @@ class TestAwkwardStreams:
             assert sink.closed
 
     def test_after_a_failed_write_the_frame_is_never_ended(self, backend: Backend) -> None:
-        sink = Sink(room=100)
+        sink = FakeOutput(room=100)
         stream = writer_on(sink, backend)
         with pytest.raises(OSError, match="imaginary disk"):
             stream.write(random.Random(5).randbytes(3 * MIB))
@@ -428,7 +426,7 @@ class TestAwkwardStreams:
         assert len(sink.content) == before
 
     def test_an_interrupt_is_not_raised_a_second_time(self, backend: Backend) -> None:
-        class Interrupted(Sink):
+        class Interrupted(FakeOutput):
             def write(self, b: Any, /) -> int:
                 raise KeyboardInterrupt
 
@@ -443,7 +441,7 @@ class TestAwkwardStreams:
 
     def test_a_non_blocking_input_gives_none_and_then_the_rest(self, backend: Backend) -> None:
         content = bytes(500_000)
-        stream = reader_of(Source(compress(content, backend), most=10, blocks=True), backend)
+        stream = reader_of(FakeInput(compress(content, backend), most=10, blocks=True), backend)
         assert stream.readinto(bytearray(10)) is None
         assert stream.read(10) is None
         found = bytearray()
@@ -458,5 +456,5 @@ class TestAwkwardStreams:
         with pytest.raises(BufferError, match="contiguous"):
             stream.readinto(memoryview(bytearray(10))[::2])
         assert stream.read() == b"abc"
-        with writer_on(Sink(), backend) as writer, pytest.raises(BufferError, match="contiguous"):
+        with writer_on(FakeOutput(), backend) as writer, pytest.raises(BufferError, match="contiguous"):
             writer.write(memoryview(b"abcdef")[::2])

@@ -1,4 +1,4 @@
-"""For people who test programs and plugins that use Holdfast; nothing here is used by the package itself.
+"""Tools to test programs and plugins that use Holdfast. The rest of the package does not use them.
 
 The contract suites need pytest: ``pip install holdfast[testing]``. Subclass one, say how to make the thing
 to be tested, and pytest runs the whole suite on it; ``docs/testing.md`` shows how.
@@ -58,12 +58,12 @@ if "pytest" in sys.modules:
     # So that a failing assert of a suite shows its values, as one in the author's own tests does.
     sys.modules["pytest"].register_assert_rewrite(
         *(f"holdfast.testing.{module}" for module in {*_HOME.values()} if module.endswith("_contract")),
-        "holdfast.testing.store_reading_rules",
-        "holdfast.testing.store_subject",
-        "holdfast.testing.store_writing_rules",
-        "holdfast.testing.transform_damage_rules",
-        "holdfast.testing.transform_stream_rules",
-        "holdfast.testing.transform_subject",
+        "holdfast.testing.store_read_tests",
+        "holdfast.testing.store_contract_base",
+        "holdfast.testing.store_write_tests",
+        "holdfast.testing.transform_damage_tests",
+        "holdfast.testing.transform_stream_tests",
+        "holdfast.testing.transform_contract_base",
     )
 
 

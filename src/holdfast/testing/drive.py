@@ -1,4 +1,4 @@
-"""Plays a save or a load of any number of ranks in one process, calling plugins in the contract's order.
+"""Runs a save or a load of any number of ranks in one process, in the order of the contract.
 
 This is the order of :class:`holdfast.SavePlanner`, :class:`holdfast.StorageWriter` and their loading
 counterparts, one rank after the other, without a process group. It shows the order in its simplest form,

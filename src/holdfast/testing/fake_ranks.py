@@ -1,4 +1,4 @@
-"""Many ranks in one process: true saves and loads of sharded states, in milliseconds, without a group."""
+"""Many ranks in one process: real saves and loads of sharded states, without a process group."""
 
 import inspect
 import os
@@ -24,7 +24,7 @@ from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlanner, SavePlanner
 from holdfast.storage import StorageReader, StorageWriter
-from holdfast.testing.fake_exchange import FakeExchange, Meeting
+from holdfast.testing.fake_exchange import FakeExchange, FakeGroup
 
 __all__ = ["FakeRank", "FakeRanks"]
 
@@ -34,12 +34,12 @@ T = TypeVar("T")
 class FakeRanks:
     """A group of ranks that are threads of this process.
 
-    Guaranteed: saves and loads run the package's own engine, each rank with its own planner and storage; what
-    ranks tell each other is pickled on the way; a failure on one rank is raised on all; no rank waits for one
-    that has ended.
+    Guaranteed: saves and loads run the package's own engine, each rank with its own planner and storage.
+    Messages between ranks are pickled. A failure on one rank is raised on all. No rank waits for one that has
+    ended.
 
-    Ranks take turns, in no particular order: a rank works alone until it waits for the others in an exchange.
-    So the work must not wait for another rank by other means.
+    Ranks take turns, in no particular order: one rank works until it waits for the others in an exchange. So
+    a rank must not wait for another rank in any other way.
 
     Not guaranteed: collectives of ``torch.distributed`` (there is no process group; ``full_tensor`` and
     ``redistribute`` fail), and anything about processes that die.
@@ -81,19 +81,19 @@ class FakeRanks:
         return [raised[rank] if rank in raised else results[rank] for rank in range(self.world_size)]
 
     def _run(self, work: Callable[["FakeRank"], T]) -> tuple[dict[int, T], list[tuple[int, BaseException]]]:
-        meeting = Meeting(self.world_size, self._timeout)
+        group = FakeGroup(self.world_size, self._timeout)
         results: dict[int, T] = {}
         failures: list[tuple[int, BaseException]] = []
 
         def be(rank: int) -> None:
-            meeting.take_turn(rank)
+            group.take_turn(rank)
             try:
-                results[rank] = work(FakeRank(rank, meeting))
+                results[rank] = work(FakeRank(rank, group))
                 why = "has ended"
             except BaseException as error:  # noqa: BLE001 - raised again, or returned, on the caller's thread
                 failures.append((rank, error))
                 why = f"ended with {type(error).__name__}: {error}"
-            meeting.leave(rank, why)
+            group.leave(rank, why)
 
         threads = [
             threading.Thread(target=be, args=(rank,), name=f"fake rank {rank}", daemon=True)
@@ -114,20 +114,20 @@ class FakeRank:
         world_size: How many ranks there are.
     """
 
-    def __init__(self, rank: int, meeting: Meeting) -> None:
+    def __init__(self, rank: int, group: FakeGroup) -> None:
         self.rank = rank
-        self.world_size = meeting.world_size
-        self._meeting = meeting
+        self.world_size = group.world_size
+        self._group = group
         self._opened = 0
         self._meshes: dict[Any, DeviceMesh] = {}
 
     def open_exchange(self) -> FakeExchange:
-        """This rank's end of a new exchange, for those who drive planners and storages by steps of their own.
+        """Open this rank's end of a new exchange, for tests that run steps of their own.
 
         Every rank must open its end, in the same order among other exchanges, saves and loads.
         """
         self._opened += 1
-        return FakeExchange(self._meeting, self.rank, self._opened)
+        return FakeExchange(self._group, self.rank, self._opened)
 
     def save(
         self,

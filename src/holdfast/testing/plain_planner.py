@@ -44,15 +44,15 @@ class PlainSavePlanner(SavePlanner):
         storage_meta: StorageMeta | None = None,  # noqa: ARG002 - this planner has no use for it
         is_coordinator: bool = False,  # noqa: ARG002
     ) -> None:
-        """Keep the state."""
+        """Store the state for the next calls."""
         self.state_dict = state_dict
 
     def create_local_plan(self) -> SavePlan:
-        """One item for each key."""
+        """Plan one item for each key."""
         return SavePlan([_write_item(key, value) for key, value in self.state_dict.items()])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Leave each key to the lowest rank that has it."""
+        """Let the lowest rank that has a key write it."""
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         plans = []
         for plan in all_plans:
@@ -68,11 +68,11 @@ class PlainSavePlanner(SavePlanner):
         return plans, Metadata(entries)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Nothing to adjust."""
+        """Return the plan unchanged."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The value itself."""
+        """Return the value: a tensor, or a stream of the bytes."""
         value = self.state_dict[write_item.index.fqn]
         return value.detach() if isinstance(value, torch.Tensor) else io.BytesIO(value)
 
@@ -94,13 +94,13 @@ class PlainLoadPlanner(LoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,  # noqa: ARG002 - no rank does anything special
     ) -> None:
-        """Keep the state and the metadata."""
+        """Store the state and the metadata for the next calls."""
         assert metadata is not None
         self.state_dict = state_dict
         self.metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """One item for each stored chunk of each key, after checking that all of them fit."""
+        """Check that every key fits, and plan one item for each stored chunk."""
         stored = self.metadata.state_dict_metadata
         missing = [key for key in self.state_dict if key not in stored]
         if missing:
@@ -133,11 +133,11 @@ class PlainLoadPlanner(LoadPlanner):
         ]
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Every rank reads what it needs."""
+        """Return the plans unchanged: every rank reads what it needs."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Nothing to adjust."""
+        """Return the plan unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -145,7 +145,7 @@ class PlainLoadPlanner(LoadPlanner):
         self.state_dict[read_item.dest_index.fqn] = value.read()
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """The box of the state's own tensor."""
+        """Return the part of the state's own tensor that the item fills."""
         tensor: torch.Tensor = self.state_dict[read_item.dest_index.fqn].detach()
         for dimension, (offset, length) in enumerate(
             zip(read_item.dest_offsets, read_item.lengths, strict=True)

@@ -35,11 +35,11 @@ class PlannerContract(abc.ABC):
         """A new planner for loading."""
 
     def make_state(self) -> dict[str, Any]:
-        """What is saved."""
+        """The state to save."""
         return {"weight": torch.arange(12.0).view(3, 4), "step": torch.tensor(7), "note": b"hello"}
 
     def blank_state(self) -> dict[str, Any]:
-        """What is loaded into."""
+        """A state of the same form to load into, with other values."""
         return {"weight": torch.zeros(3, 4), "step": torch.tensor(0), "note": b""}
 
     def flat(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class PlannerContract(abc.ABC):
         return planners, finished, metadata
 
     def test_each_rank_gets_a_plan_and_each_item_is_in_one(self) -> None:
-        """What several ranks hold alike is written once."""
+        """A value that several ranks hold is written once."""
         states = [self.make_state() for _ in range(3)]
         _, finished, _ = self.plan(states)
         assert len(finished) == len(states)
@@ -65,7 +65,7 @@ class PlannerContract(abc.ABC):
         assert set(written.values()) == {1}
 
     def test_the_metadata_lists_what_is_written(self) -> None:
-        """Every planned item stands in the metadata, every chunk of the metadata is planned."""
+        """Every planned item is in the metadata, and every chunk of the metadata is planned."""
         _, finished, metadata = self.plan([self.make_state()])
         items = [item for plan in finished for item in plan.items]
         assert {item.index.fqn for item in items} == set(metadata.state_dict_metadata)
@@ -123,7 +123,7 @@ class PlannerContract(abc.ABC):
         _assert_same(self.flat(blank), before)
 
     def test_what_was_saved_is_loaded(self) -> None:
-        """Items handed straight from the one planner to the other restore the state."""
+        """Data that goes directly from one planner to the other restores the state."""
         state, loaded = self.make_state(), self.blank_state()
         (saver,), (save_plan,), metadata = self.plan([state])
         data = {item.index: saver.resolve_data(item) for item in save_plan.items}
@@ -149,7 +149,7 @@ class PlannerContract(abc.ABC):
         _assert_same(self.flat(loaded), self.flat(state))
 
     def test_a_missing_key_raises_before_anything_changes(self) -> None:
-        """What the checkpoint does not have is found when planning."""
+        """Planning a load finds keys that the checkpoint does not have."""
         _, _, metadata = self.plan([self.make_state()])
         wanted = {**self.blank_state(), "nobody saved this": torch.zeros(2)}
         loader = self.make_load_planner()

@@ -1,4 +1,4 @@
-"""A whole stream transform in as few lines as it takes: the example for plugin authors, and for tests."""
+"""A complete stream transform in few lines: an example for plugin authors, and a transform for tests."""
 
 import io
 import os
@@ -17,7 +17,7 @@ _ROT13 = bytes.maketrans(_LETTERS, _ROTATED)
 
 
 class Rot13Example(StreamTransformExtension):
-    """Moves every ASCII letter 13 places on and leaves all other bytes alone; doing it twice undoes it.
+    """Shifts every ASCII letter by 13 places and leaves all other bytes unchanged. Twice gives the original.
 
     It hides nothing and detects no damage. What it reads is seekable where its input is.
 
@@ -130,7 +130,7 @@ class _Reader(io.RawIOBase):
 
 
 def get_test_extension_registry() -> ExtensionRegistry:
-    """A new registry that knows ``Rot13Example`` beside the shipped transforms."""
+    """A new registry that knows ``Rot13Example`` and the built-in transforms."""
     registry = ExtensionRegistry()
     registry.register(Rot13Example)
     return registry

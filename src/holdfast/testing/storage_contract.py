@@ -1,6 +1,8 @@
 """The suite that every pair of a StorageWriter and a StorageReader must pass."""
 
 import abc
+import contextlib
+import random
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,14 @@ from holdfast.testing.drive import drive_load, drive_save
 from holdfast.testing.plain_planner import PlainLoadPlanner, PlainSavePlanner
 
 __all__ = ["StorageContract"]
+
+
+_CHANGES = 40
+"""How many bytes are changed, one at a time, in all files of a checkpoint together."""
+
+
+def _rotated(values: list[bytes]) -> list[bytes]:
+    return values[1:] + values[:1]
 
 
 def _state(seed: int = 0) -> dict[str, Any]:
@@ -64,8 +74,15 @@ class StorageContract(abc.ABC):
     """Subclass it, make your writer and your reader, and let pytest collect the subclass.
 
     ``place`` is a path that does not exist yet, in a folder that does; storages that are not in a file
-    system may use its name as a key.
+    system may use its name as a key, and override ``stored_files`` and ``replace_stored_file``.
+
+    Attributes:
+        notices_damage: False declares that the storage does not check what it reads. The suite then skips the
+            tests that change stored bytes. Say so in the storage's own documentation too: a load of it may
+            give wrong values.
     """
+
+    notices_damage = True
 
     @abc.abstractmethod
     def make_writer(self, place: Path) -> StorageWriter:
@@ -74,6 +91,19 @@ class StorageContract(abc.ABC):
     @abc.abstractmethod
     def make_reader(self, place: Path) -> StorageReader:
         """A new reader from ``place``."""
+
+    def stored_files(self, place: Path) -> dict[str, bytes]:
+        """Everything that is stored for ``place``, by name. The default reads the files of that folder."""
+        return {
+            str(file.relative_to(place)): file.read_bytes() for file in place.rglob("*") if file.is_file()
+        }
+
+    def replace_stored_file(self, place: Path, name: str, data: bytes | None) -> None:
+        """Give a stored file other bytes behind the storage's back, or remove it if ``data`` is None."""
+        if data is None:
+            (place / name).unlink()
+        else:
+            (place / name).write_bytes(data)
 
     @pytest.fixture
     def place(self, tmp_path: Path) -> Path:
@@ -179,6 +209,59 @@ class StorageContract(abc.ABC):
         planner, writer = PlainSavePlanner(), self.make_writer(place)
         plan = self._ready(planner, writer)
         assert writer.prepare_local_plan(plan).items == plan.items
+
+    def test_a_changed_byte_is_noticed(self, place: Path) -> None:
+        """With one byte of any stored file changed, a load raises or gives exactly what was saved."""
+        state, files = self._damageable(place)
+        chosen = random.Random(0)  # noqa: S311 - repeatable, and nothing is secret
+        for name, data in files.items():
+            for position in chosen.sample(range(len(data)), min(len(data), _CHANGES // len(files) + 1)):
+                changed = bytearray(data)
+                changed[position] ^= 1 << chosen.randrange(8)
+                what = f"byte {position} of {name} is changed"
+                self._expect_noticed(place, state, name, data, bytes(changed), what)
+
+    def test_a_file_that_is_cut_short_is_noticed(self, place: Path) -> None:
+        """With the end of any stored file missing, a load raises or gives exactly what was saved."""
+        state, files = self._damageable(place)
+        for name, data in files.items():
+            for size in {0, len(data) // 2, max(0, len(data) - 1)} - {len(data)}:
+                what = f"{name} has {size} of {len(data)} bytes"
+                self._expect_noticed(place, state, name, data, data[:size], what)
+
+    def test_a_missing_file_is_noticed(self, place: Path) -> None:
+        """Without any one of the stored files, a load raises or gives exactly what was saved."""
+        state, files = self._damageable(place)
+        for name, data in files.items():
+            self._expect_noticed(place, state, name, data, None, f"{name} is missing")
+
+    def test_files_that_changed_places_are_noticed(self, place: Path) -> None:
+        """With the bytes of a stored file in the place of another, a load raises or gives what was saved."""
+        state, files = self._damageable(place)
+        for (name, data), other in zip(files.items(), _rotated(list(files.values())), strict=True):
+            self._expect_noticed(place, state, name, data, other, f"{name} has the bytes of another file")
+
+    def _damageable(self, place: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """A state that was saved to ``place``, and what is stored for it."""
+        if not self.notices_damage:
+            pytest.skip("this storage declares that it does not notice damage")
+        state = _state()
+        self.save(place, state)
+        files = self.stored_files(place)
+        assert files, "no stored files found: override stored_files, or set notices_damage = False"
+        return state, files
+
+    def _expect_noticed(
+        self, place: Path, state: dict[str, Any], name: str, data: bytes, damaged: bytes | None, what: str
+    ) -> None:
+        """A load with ``damaged`` in the place of ``data`` raises or gives ``state``; then undo it."""
+        self.replace_stored_file(place, name, damaged)
+        loaded = None
+        with contextlib.suppress(Exception):  # which error is the storage's own affair
+            loaded = self.load(place, state)
+        noticed = loaded is None or _same(loaded, state)
+        assert noticed, f"{what}, and a load gives wrong values without an error"
+        self.replace_stored_file(place, name, data)
 
     def _ready(
         self, planner: PlainSavePlanner, writer: StorageWriter, state: dict[str, Any] | None = None

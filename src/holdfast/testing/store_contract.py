@@ -1,4 +1,4 @@
-"""Owns the suite that every ByteStore passes; authors of a store subclass it in their own tests."""
+"""The suite that every ByteStore must pass."""
 
 from pathlib import Path
 
@@ -12,17 +12,17 @@ from holdfast.errors import (
     UnsafeMetadataError,
     UsageError,
 )
-from holdfast.testing.store_reading_rules import ReadingRules
-from holdfast.testing.store_subject import MIB, pattern
-from holdfast.testing.store_writing_rules import WritingRules
+from holdfast.testing.store_contract_base import MIB, pattern
+from holdfast.testing.store_read_tests import StoreReadTests
+from holdfast.testing.store_write_tests import StoreWriteTests
 
 __all__ = ["StoreContract"]
 
 BAD_NAMES = ["", ".", "..", "../x", "/etc/passwd", "a/b", "a\\b", "a\0b"]
 
 
-class StoreContract(WritingRules, ReadingRules):
-    """What a ByteStore promises. A subclass, named Test..., has ``make_store``.
+class StoreContract(StoreWriteTests, StoreReadTests):
+    """Subclass it, define ``make_store``, and let pytest collect the subclass.
 
     Attributes:
         durable: What ``create`` and ``replace`` are called with.
@@ -30,7 +30,7 @@ class StoreContract(WritingRules, ReadingRules):
 
     @pytest.mark.parametrize("name", BAD_NAMES)
     def test_names_that_leave_the_folder_are_refused(self, store: ByteStore, name: str) -> None:
-        """Every method checks the names it gets; those from metadata count as unsafe."""
+        """Every method checks the names it gets: names from metadata may be hostile."""
         for call in (
             store.create,
             store.exists,
@@ -44,20 +44,20 @@ class StoreContract(WritingRules, ReadingRules):
                 read(name)
 
     def test_make_may_be_called_again(self, store: ByteStore) -> None:
-        """Every rank calls make, in any order, and no file is lost by it."""
+        """Every rank may call make, in any order, and no file is lost."""
         self.write(store, "kept", b"x")
         store.make()
         assert store.read("kept", max_bytes=1) == b"x"
 
     def test_replace_puts_the_whole_file_in_place(self, store: ByteStore) -> None:
-        """It makes a new file or takes an old one's place, and leaves no other file behind."""
+        """Replace makes a new file or replaces an old one, and leaves no other file behind."""
         for data in (b"first", b"", pattern(3 * MIB), b"last"):
             store.replace("f", data, durable=self.durable)
             assert store.read("f", max_bytes=3 * MIB) == data
             assert store.list() == {"f": len(data)}
 
     def test_a_reader_keeps_the_file_that_it_opened(self, store: ByteStore) -> None:
-        """Whoever reads while a replace happens gets the old bytes or an error, never a mix."""
+        """A reader that is open during a replace gets the old bytes or an error, never a mix."""
         store.replace("f", b"old" * 1000, durable=self.durable)
         with store.open("f") as file:
             store.replace("f", b"new" * 1000, durable=self.durable)
@@ -85,7 +85,7 @@ class StoreContract(WritingRules, ReadingRules):
         assert (caught.value.expected, caught.value.found) == (3, 4)
 
     def test_listing_and_deleting(self, store: ByteStore) -> None:
-        """Every file is listed with its size; delete removes some and does not mind missing ones."""
+        """List gives every file with its size; delete removes files and ignores missing ones."""
         for n in range(5):
             self.write(store, f"f{n}", bytes(n))
         assert store.list() == {f"f{n}": n for n in range(5)}
@@ -95,7 +95,7 @@ class StoreContract(WritingRules, ReadingRules):
         assert [n for n in range(5) if store.exists(f"f{n}")] == [0, 2, 4]
 
     def test_a_store_that_was_never_made_is_empty(self, tmp_path: Path) -> None:
-        """Looking at a place where nothing is raises nothing and makes nothing."""
+        """List and exists at a place that does not exist raise nothing and make nothing."""
         store = self.make_store(tmp_path / "nowhere")
         assert store.list() == {}
         assert not store.exists("f")

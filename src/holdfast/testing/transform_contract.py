@@ -9,15 +9,23 @@ from typing import IO, cast
 import pytest
 
 from holdfast.extension import StreamTransformExtension, split_descriptor
-from holdfast.testing.awkward_streams import Sink, Source
-from holdfast.testing.transform_damage_rules import DamageRules
-from holdfast.testing.transform_stream_rules import StreamRules
-from holdfast.testing.transform_subject import decode, drain, encode, new_reader, new_writer, payload, pieces
+from holdfast.testing.fake_streams import FakeInput, FakeOutput
+from holdfast.testing.transform_contract_base import (
+    decode,
+    drain,
+    encode,
+    new_reader,
+    new_writer,
+    payload,
+    pieces,
+)
+from holdfast.testing.transform_damage_tests import TransformDamageTests
+from holdfast.testing.transform_stream_tests import TransformStreamTests
 
 __all__ = ["TransformContract"]
 
 
-class TransformContract(StreamRules, DamageRules):
+class TransformContract(TransformStreamTests, TransformDamageTests):
     """Subclass it, make your transform, and let pytest collect the subclass::
 
         class TestMyTransform(TransformContract):
@@ -79,7 +87,7 @@ class TransformContract(StreamRules, DamageRules):
         stack = [choice[0], *rng.choices(choice, k=rng.randrange(1, 4))]
         rng.shuffle(stack)
         content = payload(rng.randrange(3 * self.chunk_size), seed=seed)
-        sink = Sink(most=1 + rng.randrange(5000))
+        sink = FakeOutput(most=1 + rng.randrange(5000))
         out = cast("IO[bytes]", sink)
         for transform in stack:
             out = transform.transform_to(out)
@@ -87,7 +95,7 @@ class TransformContract(StreamRules, DamageRules):
             out.write(piece)
         out.close()
         assert sink.closed
-        source = Source(bytes(sink.content), most=1 + rng.randrange(5000))
+        source = FakeInput(bytes(sink.content), most=1 + rng.randrange(5000))
         stream = cast("IO[bytes]", source)
         for transform in stack:
             stream = transform.transform_from(stream)
@@ -99,7 +107,7 @@ class TransformContract(StreamRules, DamageRules):
         """Two streams written in turns, and read in turns, each keep their own bytes."""
         transform = self.make_transform()
         contents = [payload(2 * self.chunk_size, seed=1), payload(2 * self.chunk_size, seed=2)]
-        sinks = [Sink(), Sink()]
+        sinks = [FakeOutput(), FakeOutput()]
         writers = [new_writer(transform, sink) for sink in sinks]
         for start in range(0, 2 * self.chunk_size, 999):
             for writer, content in zip(writers, contents, strict=True):
@@ -131,11 +139,11 @@ class TransformContract(StreamRules, DamageRules):
     def test_a_stream_may_move_to_another_thread(self) -> None:
         """A stream made and written on one thread is closed on another, and read likewise."""
         transform = self.make_transform()
-        sink = Sink()
+        sink = FakeOutput()
         stream = new_writer(transform, sink)
         with ThreadPoolExecutor(1) as other:
             other.submit(stream.write, b"abc").result()
             stream.write(b"def")
             other.submit(stream.close).result()
-            reader = new_reader(transform, Source(bytes(sink.content)))
+            reader = new_reader(transform, FakeInput(bytes(sink.content)))
             assert other.submit(reader.read, 1).result() + drain(reader) == b"abcdef"

@@ -1,4 +1,4 @@
-"""What is required of a store's readers."""
+"""Tests of the files that a store opens for reading."""
 
 import pytest
 
@@ -6,12 +6,12 @@ from holdfast._io import pool
 from holdfast._io.blocks import block_checksums, split_ranges
 from holdfast._io.store import ByteStore
 from holdfast.errors import ChecksumError, MetadataFormatError, TruncatedFileError
-from holdfast.testing.store_subject import MIB, StoreSubject, pattern, read_part
+from holdfast.testing.store_contract_base import MIB, StoreContractBase, pattern, read_part
 
-__all__ = ["ReadingRules"]
+__all__ = ["StoreReadTests"]
 
 
-class ReadingRules(StoreSubject):
+class StoreReadTests(StoreContractBase):
     """A part of ``StoreContract``: any range is read, and is right or refused."""
 
     def test_ranges_are_read_exactly(self, store: ByteStore) -> None:

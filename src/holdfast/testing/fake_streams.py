@@ -1,18 +1,18 @@
-"""Streams that keep to the letter of ``io`` and to nothing else: what a transform may be given to wrap."""
+"""Streams that do only what ``io`` requires: a transform must cope with short reads and writes."""
 
 import errno
 import io
 
 from typing_extensions import Buffer
 
-__all__ = ["BareSource", "Sink", "Source"]
+__all__ = ["FakeInput", "FakeOutput", "MinimalInput"]
 
 _PATIENCE = 1000
-"""Reads past the end after which a reader is taken to be in an endless loop."""
+"""How many reads past the end are allowed: more are taken for an endless loop."""
 
 
-class Sink(io.RawIOBase):
-    """Collects what is written to it, as slowly or as badly as it is told.
+class FakeOutput(io.RawIOBase):
+    """Collects what is written to it. It can take few bytes at a time, or fail.
 
     Args:
         most: The most bytes that one ``write`` takes. None: all.
@@ -31,7 +31,7 @@ class Sink(io.RawIOBase):
         self.close_count = 0
 
     def writable(self) -> bool:
-        """Always true."""
+        """Return True."""
         return True
 
     def write(self, b: Buffer, /) -> int:
@@ -48,16 +48,16 @@ class Sink(io.RawIOBase):
         return count
 
     def flush(self) -> None:
-        """Count it."""
+        """Count the calls."""
         self.flush_count += 1
 
     def close(self) -> None:
-        """Count it."""
+        """Count the calls, and close."""
         self.close_count += 1
         super().close()
 
 
-class Source(io.RawIOBase):
+class FakeInput(io.RawIOBase):
     """Yields ``content``, at most ``most`` bytes a read; not seekable.
 
     Args:
@@ -76,7 +76,7 @@ class Source(io.RawIOBase):
         self._reads_past_the_end = 0
 
     def readable(self) -> bool:
-        """Always true."""
+        """Return True."""
         return True
 
     def readinto(self, b: Buffer, /) -> int | None:
@@ -97,13 +97,13 @@ class Source(io.RawIOBase):
         return len(piece)
 
     def close(self) -> None:
-        """Count it."""
+        """Count the calls, and close."""
         self.close_count += 1
         super().close()
 
 
-class BareSource:
-    """The least that can be called a readable stream: no ``readinto``, no base class of ``io``."""
+class MinimalInput:
+    """A readable stream with as few methods as possible: no ``readinto``, no base class of ``io``."""
 
     def __init__(self, content: bytes) -> None:
         self._stream = io.BytesIO(content)
@@ -114,7 +114,7 @@ class BareSource:
         return self._stream.closed
 
     def readable(self) -> bool:
-        """Always true."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:

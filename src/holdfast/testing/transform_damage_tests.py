@@ -1,4 +1,4 @@
-"""What a transform must do when its output fails, or when its input is not what was written."""
+"""Tests of a transform whose output fails, or whose input is not what was written."""
 
 import random
 
@@ -6,10 +6,10 @@ import pytest
 
 from holdfast.errors import IntegrityError
 from holdfast.extension import StreamTransformExtension
-from holdfast.testing.awkward_streams import Sink, Source
-from holdfast.testing.transform_subject import (
+from holdfast.testing.fake_streams import FakeInput, FakeOutput
+from holdfast.testing.transform_contract_base import (
     MIB,
-    TransformSubject,
+    TransformContractBase,
     attempt,
     drain,
     encode,
@@ -19,7 +19,7 @@ from holdfast.testing.transform_subject import (
 )
 
 
-class DamageRules(TransformSubject):
+class TransformDamageTests(TransformContractBase):
     """Full disks, changed bytes, missing bytes, foreign bytes."""
 
     # Outputs that fail
@@ -30,7 +30,7 @@ class DamageRules(TransformSubject):
         content = payload(2000)
         length = len(encode(transform, [content]))
         for room in {*range(min(length, 40)), *range(0, length, 97), length - 1}:
-            sink = Sink(room=room)
+            sink = FakeOutput(room=room)
             stream = new_writer(transform, sink)
             errors = [e for e in (attempt(stream.write, content), attempt(stream.close)) if e is not None]
             assert errors, f"room for {room} of {length} bytes, and neither write nor close raised"
@@ -92,7 +92,7 @@ class DamageRules(TransformSubject):
     def _check_damaged(
         self, transform: StreamTransformExtension, data: bytes, content: bytes | None, what: str
     ) -> None:
-        source = Source(data)
+        source = FakeInput(data)
         stream = new_reader(transform, source)
         most = 64 * len(data) + 4 * MIB
         try:

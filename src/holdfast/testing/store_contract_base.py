@@ -1,4 +1,4 @@
-"""The store that the contract suite is run on, and how the suite writes to it and reads from it."""
+"""The store under test, and how the suite writes to it and reads from it."""
 
 import random
 import threading
@@ -11,13 +11,13 @@ import pytest
 
 from holdfast._io.store import ByteStore, FileReader
 
-__all__ = ["MIB", "StoreSubject", "pattern", "read_part"]
+__all__ = ["MIB", "StoreContractBase", "pattern", "read_part"]
 
 MIB = 1 << 20
 
 
-class StoreSubject:
-    """What the author of a store says about it; see ``StoreContract``."""
+class StoreContractBase:
+    """The methods that the author of a store overrides; ``StoreContract`` describes them."""
 
     durable = True
 
@@ -40,7 +40,7 @@ class StoreSubject:
             file.write(data)
 
     def write_payload(self, store: ByteStore, data: bytes, offset: int, block_size: int) -> "array[int]":
-        """Write the file "f" with ``data`` at ``offset``, something else around it; returns its checksums."""
+        """Write the file "f" with ``data`` at ``offset`` and other bytes around it; return its checksums."""
         with store.create("f", durable=self.durable) as file:
             file.write(b"\xff" * offset)
             crcs = file.write_blocks(data, block_size)

@@ -1,4 +1,4 @@
-"""The transform that the contract suite is run on, and how the suite writes to it and reads from it."""
+"""The transform under test, and how the suite writes and reads through it."""
 
 import abc
 import io
@@ -10,14 +10,14 @@ from typing import IO, Any, ClassVar, cast
 from typing_extensions import Self
 
 from holdfast.extension import ExtensionRegistry, StreamTransformExtension
-from holdfast.testing.awkward_streams import BareSource, Sink, Source
+from holdfast.testing.fake_streams import FakeInput, FakeOutput, MinimalInput
 from holdfast.testing.rot13 import Rot13Example
 
 MIB = 1 << 20
 
 
-class TransformSubject(abc.ABC):
-    """What a plugin author says about the transform to be tested; see ``TransformContract``."""
+class TransformContractBase(abc.ABC):
+    """What the author of a transform defines; ``TransformContract`` describes it."""
 
     detects_damage: ClassVar[bool] = True
     chunk_size: ClassVar[int] = io.DEFAULT_BUFFER_SIZE
@@ -39,7 +39,7 @@ class TransformSubject(abc.ABC):
 
 
 def payload(size: int, *, seed: int = 0) -> bytes:
-    """``size`` bytes, the same for the same seed: text, zeros and noise in turn."""
+    """``size`` bytes of text, zeros and random bytes; the same for the same seed."""
     rng = random.Random(seed)  # noqa: S311 - repeatable, and nothing is secret
     content = bytearray()
     while len(content) < size:
@@ -52,7 +52,7 @@ def payload(size: int, *, seed: int = 0) -> bytes:
 
 
 def pieces(content: bytes, rng: random.Random) -> Iterable[bytes]:
-    """``content`` cut at random, with empty pieces among the others."""
+    """``content`` in pieces of random sizes, some of them empty."""
     start = 0
     while start < len(content):
         size = rng.choice((0, 1, rng.randrange(1, 300), rng.randrange(1, 20_000)))
@@ -60,22 +60,24 @@ def pieces(content: bytes, rng: random.Random) -> Iterable[bytes]:
         start += size
 
 
-def new_writer(transform: StreamTransformExtension, sink: Sink) -> IO[bytes]:
+def new_writer(transform: StreamTransformExtension, sink: FakeOutput) -> IO[bytes]:
     """A stream that writes to ``sink`` through ``transform``."""
     return transform.transform_to(cast("IO[bytes]", sink))
 
 
 def new_reader(
-    transform: StreamTransformExtension, source: bytes | io.BytesIO | Source | BareSource
+    transform: StreamTransformExtension, source: bytes | io.BytesIO | FakeInput | MinimalInput
 ) -> io.RawIOBase:
     """A stream that reads from ``source`` through ``transform``."""
-    stream = Source(source) if isinstance(source, bytes) else source
+    stream = FakeInput(source) if isinstance(source, bytes) else source
     return cast("io.RawIOBase", transform.transform_from(cast("IO[bytes]", stream)))
 
 
-def encode(transform: StreamTransformExtension, written: Iterable[bytes], sink: Sink | None = None) -> bytes:
-    """What reaches the output when the pieces are written and the stream is closed."""
-    sink = Sink() if sink is None else sink
+def encode(
+    transform: StreamTransformExtension, written: Iterable[bytes], sink: FakeOutput | None = None
+) -> bytes:
+    """Write the pieces through the transform and close the stream; the bytes that reach the output."""
+    sink = FakeOutput() if sink is None else sink
     stream = new_writer(transform, sink)
     for piece in written:
         stream.write(piece)
@@ -84,7 +86,7 @@ def encode(transform: StreamTransformExtension, written: Iterable[bytes], sink: 
 
 
 def decode(transform: StreamTransformExtension, data: bytes) -> bytes:
-    """What is read from ``data`` through the transform, up to the end."""
+    """Read ``data`` through the transform up to the end."""
     with new_reader(transform, data) as stream:
         return drain(stream)
 
@@ -110,7 +112,7 @@ def read_into(stream: io.RawIOBase, buffer: Any) -> bytes:
 
 
 def read_exactly(stream: io.RawIOBase, size: int) -> bytes:
-    """``size`` bytes, fewer at the end, however few each read gives."""
+    """Read until there are ``size`` bytes or the stream ends."""
     found = bytearray()
     while data := stream.read(size - len(found)):
         found += data

@@ -1,4 +1,4 @@
-"""What a transform's streams must do: give back every byte, and behave as ``io`` asks."""
+"""Tests of a transform's streams: they give back every byte, and behave as ``io`` requires."""
 
 import io
 import random
@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from holdfast.testing.awkward_streams import BareSource, Sink, Source
-from holdfast.testing.transform_subject import (
+from holdfast.testing.fake_streams import FakeInput, FakeOutput, MinimalInput
+from holdfast.testing.transform_contract_base import (
     MIB,
     MemoryPeak,
-    TransformSubject,
+    TransformContractBase,
     decode,
     drain,
     encode,
@@ -24,7 +24,7 @@ from holdfast.testing.transform_subject import (
 )
 
 
-class StreamRules(TransformSubject):
+class TransformStreamTests(TransformContractBase):
     """Round trips, buffers, flags, flushing, closing and seeking."""
 
     # Round trips
@@ -49,7 +49,7 @@ class StreamRules(TransformSubject):
         rng = random.Random(seed)  # noqa: S311 - repeatable, and nothing is secret
         transform = self.make_transform()
         content = payload(rng.randrange(8 * self.chunk_size), seed=seed)
-        stream = new_reader(transform, Source(encode(transform, pieces(content, rng))))
+        stream = new_reader(transform, FakeInput(encode(transform, pieces(content, rng))))
         found = bytearray()
         while piece := stream.read(rng.choice((1, 7, 1000, self.chunk_size, 3 * self.chunk_size))):
             found += piece
@@ -81,20 +81,20 @@ class StreamRules(TransformSubject):
         """An input may return fewer bytes than asked for; only none means the end."""
         transform = self.make_transform()
         content = payload(self.chunk_size + 1)
-        assert drain(new_reader(transform, Source(encode(transform, [content]), most=most))) == content
+        assert drain(new_reader(transform, FakeInput(encode(transform, [content]), most=most))) == content
 
     def test_an_input_without_readinto_is_enough(self) -> None:
         """An input need have no more than read() and close()."""
         transform = self.make_transform()
         content = payload(2 * self.chunk_size)
-        source = BareSource(encode(transform, [content]))
+        source = MinimalInput(encode(transform, [content]))
         assert drain(new_reader(transform, source)) == content
 
     def test_a_non_blocking_input_does_not_look_like_the_end(self) -> None:
         """Where the input returns None, so does readinto, or it waits; no bytes are lost."""
         transform = self.make_transform()
         content = payload(2 * self.chunk_size)
-        source = Source(encode(transform, [content]), most=self.chunk_size // 2 + 1, blocks=True)
+        source = FakeInput(encode(transform, [content]), most=self.chunk_size // 2 + 1, blocks=True)
         stream = new_reader(transform, source)
         buffer, found = bytearray(997), bytearray()
         for _ in range(100_000):
@@ -109,7 +109,7 @@ class StreamRules(TransformSubject):
         """An output may take fewer bytes than it is given; the rest must be offered again."""
         transform = self.make_transform()
         content = payload(self.chunk_size + 1)
-        assert decode(transform, encode(transform, [content], Sink(most=most))) == content
+        assert decode(transform, encode(transform, [content], FakeOutput(most=most))) == content
 
     def test_memory_does_not_grow_with_the_payload(self) -> None:
         """One write of 24 MiB, and reading it in small pieces, take little memory beside the payload."""
@@ -117,7 +117,7 @@ class StreamRules(TransformSubject):
         content = payload(MIB) * 24
         encoded = encode(transform, [content])
         with MemoryPeak() as writing:
-            encode(transform, [content], Sink(keep=False))
+            encode(transform, [content], FakeOutput(keep=False))
         assert writing.nbytes < self.memory_limit
         stream = new_reader(transform, encoded)
         buffer = bytearray(4096)
@@ -132,7 +132,7 @@ class StreamRules(TransformSubject):
         """A buffer is as it was after write, and may be overwritten or resized at once."""
         transform = self.make_transform()
         content = payload(3 * self.chunk_size)
-        sink = Sink()
+        sink = FakeOutput()
         stream = new_writer(transform, sink)
         for start in range(0, len(content), 1000):
             buffer = bytearray(content[start : start + 1000])
@@ -157,7 +157,7 @@ class StreamRules(TransformSubject):
             b"",
             array("d"),
         ]
-        sink = Sink()
+        sink = FakeOutput()
         stream = new_writer(transform, sink)
         for buffer in buffers:
             assert stream.write(buffer) == memoryview(buffer).nbytes
@@ -179,10 +179,10 @@ class StreamRules(TransformSubject):
     def test_flags_tell_the_truth(self) -> None:
         """A writing stream is writable and not readable, a reading one the other way round."""
         transform = self.make_transform()
-        writer = new_writer(transform, Sink())
+        writer = new_writer(transform, FakeOutput())
         assert (writer.writable(), writer.readable(), writer.closed) == (True, False, False)
         writer.close()
-        reader = new_reader(transform, Source(encode(transform, [b"abc"])))
+        reader = new_reader(transform, FakeInput(encode(transform, [b"abc"])))
         assert (reader.writable(), reader.readable(), reader.closed) == (False, True, False)
         assert not reader.seekable(), "its input is not seekable and the stream cannot rewind it"
 
@@ -190,7 +190,7 @@ class StreamRules(TransformSubject):
         """BufferedWriter, BufferedReader and TextIOWrapper work on it, and close it."""
         transform = self.make_transform()
         text = "".join(f"line {n} with an \u00e4\n" for n in range(2000))
-        sink = Sink()
+        sink = FakeOutput()
         with io.TextIOWrapper(
             io.BufferedWriter(cast("io.RawIOBase", new_writer(transform, sink))), "utf-8"
         ) as out:
@@ -204,7 +204,7 @@ class StreamRules(TransformSubject):
     def test_flush_does_not_end_the_stream(self) -> None:
         """Flushing reaches the output, may be repeated, and writing goes on after it."""
         transform = self.make_transform()
-        sink = Sink()
+        sink = FakeOutput()
         stream = new_writer(transform, sink)
         stream.flush()
         stream.write(b"one, ")
@@ -218,14 +218,14 @@ class StreamRules(TransformSubject):
     def test_closing_closes_what_is_wrapped(self) -> None:
         """close() of the transformed stream closes its output or input; closing twice is fine."""
         transform = self.make_transform()
-        sink = Sink()
+        sink = FakeOutput()
         writer = new_writer(transform, sink)
         writer.write(b"abc")
         assert not sink.closed
         writer.close()
         writer.close()
         assert (sink.closed, writer.closed) == (True, True)
-        source = Source(bytes(sink.content))
+        source = FakeInput(bytes(sink.content))
         reader = new_reader(transform, source)
         reader.read(1)
         assert not source.closed
@@ -236,12 +236,12 @@ class StreamRules(TransformSubject):
     def test_a_with_block_closes(self) -> None:
         """Leaving a with block closes the stream and what it wraps, also by an exception."""
         transform = self.make_transform()
-        sink = Sink()
+        sink = FakeOutput()
         with new_writer(transform, sink) as writer:
             writer.write(b"abc")
         assert decode(transform, bytes(sink.content)) == b"abc"
         assert sink.closed
-        abandoned = Sink()
+        abandoned = FakeOutput()
 
         def give_up() -> None:
             with new_writer(transform, abandoned) as writer:
@@ -255,7 +255,7 @@ class StreamRules(TransformSubject):
     def test_a_closed_stream_refuses(self) -> None:
         """Reading or writing after close() raises ValueError."""
         transform = self.make_transform()
-        writer = new_writer(transform, Sink())
+        writer = new_writer(transform, FakeOutput())
         writer.close()
         with pytest.raises(ValueError):
             writer.write(b"abc")
