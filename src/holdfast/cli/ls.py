@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from holdfast._format.inventory import Inventory, StoredObject, StoredTensor
-from holdfast._format.manifest import Item
+from holdfast._format.item_table import StorageInfo
 from holdfast.cli.exit_codes import FINE
 from holdfast.cli.opening import find_checkpoint
 from holdfast.cli.text import (
@@ -140,13 +140,13 @@ def _tensor(part: Inventory, entry: Any) -> dict[str, Any]:
     }
 
 
-def _place(item: Item | None) -> dict[str, Any]:
+def _place(item: StorageInfo | None) -> dict[str, Any]:
     """Where an item lies; all None if nowhere."""
     if item is None:
         return {"file": None, "offset": None, "stored_nbytes": None, "transforms": []}
     return {
-        "file": item.file,
+        "file": item.relative_path,
         "offset": item.offset,
-        "stored_nbytes": item.nbytes,
-        "transforms": item.descriptors or [],
+        "stored_nbytes": item.length,
+        "transforms": item.transform_descriptors or [],
     }

@@ -34,8 +34,8 @@ def entry_nbytes(entry: Entry) -> int:
     if isinstance(entry, StoredTensor):
         if entry.nbytes is not None:
             return entry.nbytes
-        return sum(chunk.item.nbytes for chunk in entry.chunks if chunk.item)
-    return entry.item.nbytes if entry.item else 0
+        return sum(chunk.item.length for chunk in entry.chunks if chunk.item)
+    return entry.item.length if entry.item else 0
 
 
 def make_tree(entries: Iterable[Entry], paths: dict[str, tuple[Any, ...]], order: Order) -> Node:
