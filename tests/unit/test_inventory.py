@@ -7,7 +7,7 @@ import pytest
 from tests.torch_pickles import write_torch_metadata
 
 from holdfast._format import metadata_file
-from holdfast._format.inventory import Inventory, StoredObject, StoredTensor, read_inventory
+from holdfast._format.inventory import Inventory, ObjectEntry, TensorEntry, read_inventory
 from holdfast._format.item_table import StorageInfo
 from holdfast._format.manifest import Manifest, column, encode
 from holdfast._format.metadata_file import MARK
@@ -106,7 +106,7 @@ def test_keys_shapes_chunks_and_places_are_the_same_from_both_sources(data: byte
 @pytest.mark.parametrize("data", [ours(), torchs()], ids=["holdfast", "torch"])
 def test_entries_stand_in_the_order_of_the_checkpoint(data: bytes) -> None:
     found = read_inventory(data, path="p")
-    assert [type(entry) for entry in found.entries] == [StoredObject, StoredTensor]
+    assert [type(entry) for entry in found.entries] == [ObjectEntry, TensorEntry]
     assert [key for key, _, _ in found.items()] == ["n", "t", "t"]
 
 

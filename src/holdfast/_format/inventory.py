@@ -13,7 +13,7 @@ from holdfast._format.item_table import StorageInfo
 from holdfast._format.manifest import Manifest, decode, ints
 from holdfast._format.paths import decode_paths
 
-__all__ = ["Inventory", "StoredChunk", "StoredObject", "StoredTensor", "read_inventory"]
+__all__ = ["Inventory", "ObjectEntry", "StoredChunk", "TensorEntry", "read_inventory"]
 
 
 Ints: TypeAlias = tuple[int, ...]
@@ -34,7 +34,7 @@ class StoredChunk(NamedTuple):
     item: StorageInfo | None
 
 
-class StoredTensor(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor; ``nbytes`` counts its elements, None for a dtype that this version does not know."""
 
     key: str
@@ -44,7 +44,7 @@ class StoredTensor(NamedTuple):
     chunks: list[StoredChunk]
 
 
-class StoredObject(NamedTuple):
+class ObjectEntry(NamedTuple):
     """A value that is not a tensor."""
 
     key: str
@@ -84,24 +84,24 @@ class Inventory:
     save_id: str | None
     checkpoint_id: str | None
     block_size: int | None
-    entries: list[StoredTensor | StoredObject]
+    entries: list[TensorEntry | ObjectEntry]
     files: dict[str, int]
     _steps: Any = field(repr=False)
 
     @property
-    def tensors(self) -> list[StoredTensor]:
+    def tensors(self) -> list[TensorEntry]:
         """The tensors alone."""
-        return [entry for entry in self.entries if isinstance(entry, StoredTensor)]
+        return [entry for entry in self.entries if isinstance(entry, TensorEntry)]
 
     @property
-    def objects(self) -> list[StoredObject]:
+    def objects(self) -> list[ObjectEntry]:
         """The objects alone."""
-        return [entry for entry in self.entries if isinstance(entry, StoredObject)]
+        return [entry for entry in self.entries if isinstance(entry, ObjectEntry)]
 
     def items(self) -> Iterator[tuple[str, StoredChunk | None, StorageInfo | None]]:
         """Each item's key, its chunk (None for an object) and its place."""
         for entry in self.entries:
-            if isinstance(entry, StoredObject):
+            if isinstance(entry, ObjectEntry):
                 yield entry.key, None, entry.item
             else:
                 for chunk in entry.chunks:
@@ -178,14 +178,14 @@ def read_inventory(data: bytes | bytearray, *, path: str, rank: int | None = Non
     )
 
 
-def _entries(manifest: Manifest) -> Iterator[StoredTensor | StoredObject]:
+def _entries(manifest: Manifest) -> Iterator[TensorEntry | ObjectEntry]:
     # An item of -1 bytes has no place: only torch's metadata may describe such a chunk.
     items = (item if item.length >= 0 else None for item in manifest.items())
     for key, properties, numbers, boxes in manifest.entries():
         if properties is None:
-            yield StoredObject(key, next(items))
+            yield ObjectEntry(key, next(items))
             continue
         shape, dtype = tuple(numbers), manifest.properties[properties][0]
         chunks = [StoredChunk(tuple(offsets), tuple(lengths), next(items)) for offsets, lengths in boxes]
         nbytes = DTYPES[dtype].itemsize * math.prod(shape) if dtype in DTYPES else None
-        yield StoredTensor(key, dtype, shape, nbytes, chunks)
+        yield TensorEntry(key, dtype, shape, nbytes, chunks)

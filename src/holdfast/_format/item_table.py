@@ -71,11 +71,21 @@ class StorageInfo:
     save_id: Annotated[str | None, Column("saves", "I", listed_in="saves", may_be_left_out=True)] = None
     block_size: int = 1 << 20
 
+    def __eq__(self, other: object) -> bool:
+        """Whether all fields are equal; of torch's record those that it has."""
+        if type(other).__name__ == "_StorageInfo":
+            return all(getattr(self, name) == getattr(other, name, None) for name in _FIELDS_OF_TORCH)
+        return vars(self) == vars(other) if isinstance(other, StorageInfo) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
     @property
     def is_checked(self) -> bool:
         """Whether checksums are known: False for what torch wrote."""
         return self.payload_nbytes >= 0
 
+
+_FIELDS_OF_TORCH = [field.name for field in dataclasses.fields(StorageInfo)[:4]]
 
 COLUMNS: dict[str, Column] = {
     field.name: field.type.__metadata__[0]

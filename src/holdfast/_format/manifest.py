@@ -99,7 +99,7 @@ class Manifest(_ItemColumns, kw_only=True):
 
     def items(self) -> Iterator[StorageInfo]:
         """Every item, in the order of the keys and, within a key, of its chunks."""
-        return iter(StoredItems(self))
+        return StoredItems(self).records()
 
 
 class StoredItems:
@@ -155,8 +155,8 @@ class StoredItems:
         values: list[Any] = [*[value(row) for value in self._values], self.manifest.block_size]
         return StorageInfo(*values)
 
-    def __iter__(self) -> Iterator[StorageInfo]:
-        """All of them as records."""
+    def records(self) -> Iterator[StorageInfo]:
+        """All items as records."""
         columns = [map(value, range(len(self))) for value in self._values]
         return map(StorageInfo, *columns, itertools.repeat(self.manifest.block_size))
 

@@ -176,7 +176,7 @@ class ItemWriter:
     def _add_transformed(self, number: int, frame: ItemFrame | None, data: torch.Tensor | io.BytesIO) -> None:
         self._flush()
         position = self.file.position
-        sink = _Sink(self.file)
+        sink = _TransformSink(self.file)
         stream: Any = sink
         for transform in self.transforms:
             stream = transform.transform_to(stream)
@@ -257,7 +257,7 @@ def _write_all(stream: Any, data: Any) -> int:
     return len(view)
 
 
-class _Sink(io.RawIOBase):
+class _TransformSink(io.RawIOBase):
     """The file's end of a stack of transforms: checksums what arrives, and leaves the file open."""
 
     def __init__(self, file: FileWriter) -> None:

@@ -137,14 +137,15 @@ def _check_sizes(store: ByteStore, requests: dict[str, FileRequest]) -> None:
         if size is None:
             try:
                 # Something else than a file, or a name that must not be used, has an error of its own.
-                store.open(name).close()
+                with store.open(name) as file:
+                    size = file.nbytes
             except CheckpointNotFoundError as error:
                 raise CheckpointNotFoundError(
                     f"{key} and {len(request) - 1} more: {name} of the checkpoint {store.url} is missing",
                     key=key,
                     path=path,
                 ) from error
-        elif end > size:
+        if end > size:
             raise TruncatedFileError(
                 f"{key}: {path} has {size} bytes, expected at least {end}. "
                 "Restore the file, or load another checkpoint.",

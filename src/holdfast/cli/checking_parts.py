@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from holdfast._format.inventory import Inventory, StoredChunk, StoredTensor
+from holdfast._format.inventory import Inventory, StoredChunk, TensorEntry
 from holdfast._format.item_table import StorageInfo
 from holdfast._geometry import Box, check_cover
 from holdfast._io.store import ByteStore
@@ -95,7 +95,7 @@ def _check_entries(part: Inventory, report: Report) -> None:
         _check_coverage(tensor, report)
 
 
-def _check_coverage(tensor: StoredTensor, report: Report) -> None:
+def _check_coverage(tensor: TensorEntry, report: Report) -> None:
     chunks = tensor.chunks
     if len(chunks) == 1 and chunks[0].lengths == tensor.shape:
         return
