@@ -10,7 +10,7 @@ from benchmarks.planning_stages import SAMPLED_RANKS, Stages
 from holdfast import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from holdfast._collector import paused_collector
 from holdfast._plan.write_columns import columns_of
-from holdfast._storage.results import Notes, Results
+from holdfast._storage.results import Results, WrittenItems
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, SavePlan, SavePlanner
 
@@ -85,18 +85,26 @@ def run_ours(fleet: Fleet, file: Path, folder: Path) -> Stages:
 
 def results_of(plan: SavePlan) -> Results:
     """What a rank reports when it has written its plan: an invented place of the usual form for each item."""
-    columns, notes, count = columns_of(plan), Notes(), len(plan.items)
-    notes.keys = columns.keys
-    notes.offset, notes.hint, notes.file = list(columns.offset), list(columns.hints), [0] * count
-    notes.payload_nbytes = columns.item_nbytes()
-    notes.payload_start = [448] * count
-    notes.nbytes = notes.raw_nbytes = [size + 448 + 320 for size in notes.payload_nbytes]
-    notes.start = [1 << 20 | number << 12 for number in range(count)]
-    notes.wrap = [0x9E3779B1 * number & 0xFFFFFFFF for number in range(1, count + 1)]
-    notes.blocks = [1] * count
-    notes.checksums = bytearray(b"".join([number.to_bytes(4, "little") for number in notes.wrap]))
+    columns, items, count = columns_of(plan), WrittenItems(), len(plan.items)
+    payload_nbytes = columns.item_nbytes()
+    nbytes = [size + 448 + 320 for size in payload_nbytes]
+    checksums = [0x9E3779B1 * number & 0xFFFFFFFF for number in range(1, count + 1)]
+    items.add(
+        columns.keys,
+        b"".join([number.to_bytes(4, "little") for number in checksums]),
+        chunk_offsets=columns.offset,
+        hints=columns.hints,
+        files=[0] * count,
+        offsets=[1 << 20 | number << 12 for number in range(count)],
+        nbytes=nbytes,
+        payload_offsets=[448] * count,
+        payload_nbytes=payload_nbytes,
+        raw_nbytes=nbytes,
+        blocks=[1] * count,
+        wrap_checksums=checksums,
+    )
     names = plan.storage_data
-    return Results(notes.sealed(columns.offsets, [f"{names.prefix}0-{names.save}.distcp"], None))
+    return Results(items.sealed(columns.offsets, {"file_names": [f"{names.prefix}0-{names.save}.distcp"]}))
 
 
 def _as_sent(results: Results) -> Results:

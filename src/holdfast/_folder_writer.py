@@ -19,9 +19,9 @@ from holdfast._io.local import LocalStore
 from holdfast._io.store import ByteStore, Claim
 from holdfast._plan.metadata_entries import directory_of
 from holdfast._storage.committed import CommittedMetadata
+from holdfast._storage.item_places import ItemPlaces, StorageData
 from holdfast._storage.metadata_writing import VERSION, make_manifest
 from holdfast._storage.results import result_columns
-from holdfast._storage.shelf import Places, Shelf
 from holdfast._storage.writing import (
     commit,
     discard,
@@ -234,10 +234,10 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         ours: Metadata = to_ours(metadata)
         ours.version = VERSION
         ours.storage_meta = self.storage_meta()
-        columns = [part for of_rank in results for part in result_columns(to_ours(of_rank))]
+        columns = [result_columns(to_ours(of_rank)) for of_rank in results]
         world_size = self._world_size if self._own_rank is None else _group_size()
         manifest = make_manifest(ours, columns, world_size=world_size)
-        ours.storage_data = Places(Shelf(manifest, directory_of(ours)))
+        ours.storage_data = StorageData(ItemPlaces(manifest, directory_of(ours)))
         store, rank = self._store(), self._own_rank
         try:
             commit(

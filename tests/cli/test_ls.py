@@ -9,7 +9,7 @@ import torch
 from tests.support.torch_pickles import write_torch_metadata
 
 import holdfast as hf
-from holdfast._format.inventory import StoredObject
+from holdfast._format.inventory import ObjectEntry
 from holdfast._format.torch_pickle_records import TorchProperties, TorchTensor
 from holdfast._format.typed_key import TypedKey
 from holdfast.cli.tree import branches, make_tree
@@ -166,7 +166,7 @@ def test_a_key_that_was_never_stored_is_marked(holdfast: Command, tmp_path: Path
 
 
 def test_a_number_and_its_spelling_are_two_branches() -> None:
-    entries = [StoredObject(key, None) for key in ("x", "y", "z")]
+    entries = [ObjectEntry(key, None) for key in ("x", "y", "z")]
     paths = {"x": (TypedKey(1), "leaf"), "y": ("1", "leaf"), "z": (1, "leaf")}
     drawn = [
         branch for branch, _, _ in branches(make_tree(entries, paths, None), depth=None, with_lines=True)

@@ -76,7 +76,8 @@ def _check_damaged_load(folder: Path, name: str, what: str) -> IntegrityError | 
 
 def _keys_in(folder: Path, name: str) -> list[str]:
     manifest = read_manifest(folder)
-    return [key for key, item in zip(manifest.keys, manifest.items(), strict=True) if item.file == name]
+    items = zip(manifest.keys, manifest.items(), strict=True)
+    return [key for key, item in items if item.relative_path == name]
 
 
 def _flip_bytes(folder: Path, stride: int) -> Iterator[tuple[str, int, IntegrityError | None]]:
@@ -96,10 +97,8 @@ def test_a_flipped_byte_is_never_loaded_silently(checkpoint: Path, stride: int) 
     assert not [name for name, _ in missed if name == METADATA]
     manifest = read_manifest(checkpoint)
     for key, item in zip(manifest.keys, manifest.items(), strict=True):
-        first = item.offset + item.payload_offset
-        harmless = [
-            at for name, at in missed if name == item.file and first <= at < first + item.payload_nbytes
-        ]
+        first, file = item.offset + item.payload_offset, item.relative_path
+        harmless = [at for name, at in missed if name == file and first <= at < first + item.payload_nbytes]
         assert not harmless, f"payload bytes {harmless} of {key} are not checked"
 
 
@@ -108,15 +107,15 @@ def test_a_flipped_byte_of_a_tensor_names_that_tensor(tmp_path: Path, stride: in
     hf.save(small_state(1), checkpoint_id=tmp_path)
     manifest = read_manifest(tmp_path)
     for key, item in zip(manifest.keys, manifest.items(), strict=True):
-        intact = (tmp_path / item.file).read_bytes()
+        intact = (tmp_path / item.relative_path).read_bytes()
         for at in range(0, item.payload_nbytes, stride):
             damaged = bytearray(intact)
             damaged[item.offset + item.payload_offset + at] ^= 4
-            (tmp_path / item.file).write_bytes(damaged)
-            error = _check_damaged_load(tmp_path, item.file, f"byte {at} of {key}")
+            (tmp_path / item.relative_path).write_bytes(damaged)
+            error = _check_damaged_load(tmp_path, item.relative_path, f"byte {at} of {key}")
             assert error is not None
             assert error.key == key
-        (tmp_path / item.file).write_bytes(intact)
+        (tmp_path / item.relative_path).write_bytes(intact)
 
 
 @pytest.mark.parametrize("zstd", [False, True])
@@ -127,7 +126,7 @@ def test_a_flipped_byte_in_any_block_of_a_large_tensor_names_it(tmp_path: Path, 
     key, item = list(zip(manifest.keys, manifest.items(), strict=True))[manifest.keys.index("rows.rows1")]
     first = item.offset + item.payload_offset
     for at in (0, 1, (1 << 20) - 1, 1 << 20, item.payload_nbytes // 2, item.payload_nbytes - 1):
-        with (tmp_path / item.file).open("r+b") as file:
+        with (tmp_path / item.relative_path).open("r+b") as file:
             file.seek(first + at)
             byte = file.read(1)
             file.seek(first + at)
@@ -135,7 +134,7 @@ def test_a_flipped_byte_in_any_block_of_a_large_tensor_names_it(tmp_path: Path, 
             file.flush()
             raised = failure_of(load, tmp_path, large_state(99))
             assert isinstance(raised, IntegrityError)
-            assert (raised.key, raised.path) == (key, str(tmp_path / item.file))
+            assert (raised.key, raised.path) == (key, str(tmp_path / item.relative_path))
             file.seek(first + at)
             file.write(byte)
     assert same(load(tmp_path, large_state(99)), state)
@@ -146,7 +145,7 @@ def test_a_flipped_byte_is_found_when_only_a_slice_is_read(tmp_path: Path) -> No
     hf.save({"w": torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024)}, checkpoint_id=tmp_path)
     (item,) = read_manifest(tmp_path).items()
     reader = hf.FileSystemReader(tmp_path)
-    with (tmp_path / item.file).open("r+b") as file:
+    with (tmp_path / item.relative_path).open("r+b") as file:
         file.seek(item.offset + item.payload_offset + (2 << 20) + 5)
         file.write(b"\xee")
     metadata = reader.read_metadata()
@@ -234,7 +233,8 @@ def test_garbage_in_place_of_a_file_is_refused(checkpoint: Path, fill: str) -> N
 
 def _has_no_bytes(folder: Path, name: str, intact: bytes) -> bool:
     """Whether a file holds nothing but a tensor without elements: then no garbage in it matters."""
-    return all(item.payload_nbytes == 0 for item in read_manifest(folder).items() if item.file == name)
+    items = read_manifest(folder).items()
+    return all(item.payload_nbytes == 0 for item in items if item.relative_path == name)
 
 
 def test_a_zeroed_page_inside_a_large_tensor_is_refused(tmp_path: Path) -> None:
@@ -385,7 +385,7 @@ def test_a_failed_load_says_what_it_changed(tmp_path: Path) -> None:
     for key, item in zip(manifest.keys, manifest.items(), strict=True):
         if not item.payload_nbytes:
             continue
-        with (tmp_path / item.file).open("r+b") as file:
+        with (tmp_path / item.relative_path).open("r+b") as file:
             file.seek(item.offset + item.payload_offset)
             byte = file.read(1)
             file.seek(-1, os.SEEK_CUR)
@@ -396,7 +396,7 @@ def test_a_failed_load_says_what_it_changed(tmp_path: Path) -> None:
         changed = differing(state, large_state(99))
         assert all(name in str(raised) for name in changed), f"{key}: {changed} are not all in {raised}"
         assert ("nothing was changed" in str(raised)) <= (not changed)
-        with (tmp_path / item.file).open("r+b") as file:
+        with (tmp_path / item.relative_path).open("r+b") as file:
             file.seek(item.offset + item.payload_offset)
             file.write(byte)
     assert same(load(tmp_path, large_state(99)), large_state(1))

@@ -1,5 +1,6 @@
 """Slices of stored tensors: only the bytes that they need are read, and they are the right ones."""
 
+import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -13,6 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
+from holdfast._io.local import LocalStore
+from holdfast._io.progress import STRIDE, ProgressTracker
+from holdfast._storage.reading import read_items, read_metadata_file
 from holdfast.extension import ZStandard
 from holdfast.metadata import Metadata, MetadataIndex
 from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -276,3 +280,43 @@ def test_damage_outside_the_slice_does_not_matter_and_inside_it_does(tmp_path: P
     load_box(tmp_path, "weight", (0, 0), torch.zeros(3, MIB, dtype=torch.uint8))
     with pytest.raises(hf.errors.ChecksumError, match="box"):
         load_box(tmp_path, "weight", (4, 0), torch.zeros(4, MIB, dtype=torch.uint8))
+
+
+def test_a_load_reports_the_bytes_that_it_reads(tmp_path: Path) -> None:
+    state = {"large": torch.zeros(5 * MIB), "small": torch.zeros(7), "object": "x"}
+    save_raw(state, tmp_path)
+    reports: list[int] = []
+    progress = ProgressTracker(reports.append)
+    read_all(tmp_path, state, progress)
+    assert progress.nbytes_done >= 20 * MIB + 28
+    assert progress.nbytes_done < 20 * MIB + 10_000
+    assert all(0 < after - before <= STRIDE for before, after in itertools.pairwise([0, *reports]))
+
+
+def test_a_load_stops_when_its_progress_raises(tmp_path: Path) -> None:
+    def stop(_: int) -> None:
+        raise KeyboardInterrupt("enough")
+
+    state = {"large": torch.ones(5 * MIB)}
+    save_raw(state, tmp_path)
+    with pytest.raises(KeyboardInterrupt, match="enough"):
+        read_all(tmp_path, state, ProgressTracker(stop))
+
+
+def read_all(folder: Path, state: dict[str, Any], progress: ProgressTracker) -> None:
+    store = LocalStore(folder)
+    metadata = read_metadata_file(store)
+    planner = hf.DefaultLoadPlanner()
+    planner.set_up_planner(state, metadata, is_coordinator=True)
+    plan = planner.create_local_plan()
+    read_items(
+        store,
+        plan,
+        planner,
+        metadata,
+        registry=hf.extension.ExtensionRegistry(),
+        threads=2,
+        budget=64 * MIB,
+        verify=True,
+        progress=progress,
+    )

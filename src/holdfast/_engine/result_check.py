@@ -32,8 +32,8 @@ def check_results(plan: SavePlan, results: Sequence[WriteResult], *, rank: int) 
         return
     if isinstance(results, Results) and results.columns is not None and not is_open(plan):
         lines, written = columns_of(plan), results.columns
-        offsets = written.column("offset").tolist()
-        if lines.offsets is written.offsets and (
+        offsets = written.column("chunk_offsets").tolist()
+        if lines.offsets is written.chunk_offsets and (
             (lines.keys == written.keys and lines.offset.tolist() == offsets)
             or sorted(zip(lines.keys, lines.offset, strict=True))
             == sorted(zip(written.keys, offsets, strict=True))

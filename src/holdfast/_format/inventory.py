@@ -9,12 +9,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from holdfast._format import metadata_file
 from holdfast._format.dtypes import DTYPES
-from holdfast._format.manifest import Item, Manifest, decode, ints
+from holdfast._format.item_table import StorageInfo
+from holdfast._format.manifest import Manifest, decode, ints
 from holdfast._format.paths import decode_paths
-from holdfast._format.torch_pickle_records import TorchMetadata, TorchStorage, TorchTensor
-from holdfast.errors import MetadataFormatError
 
-__all__ = ["Inventory", "StoredChunk", "StoredObject", "StoredTensor", "read_inventory"]
+__all__ = ["Inventory", "ObjectEntry", "StoredChunk", "TensorEntry", "read_inventory"]
 
 
 Ints: TypeAlias = tuple[int, ...]
@@ -32,10 +31,10 @@ class StoredChunk(NamedTuple):
 
     offsets: Ints
     lengths: Ints
-    item: Item | None
+    item: StorageInfo | None
 
 
-class StoredTensor(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor; ``nbytes`` counts its elements, None for a dtype that this version does not know."""
 
     key: str
@@ -45,11 +44,11 @@ class StoredTensor(NamedTuple):
     chunks: list[StoredChunk]
 
 
-class StoredObject(NamedTuple):
+class ObjectEntry(NamedTuple):
     """A value that is not a tensor."""
 
     key: str
-    item: Item | None
+    item: StorageInfo | None
 
 
 @dataclass(frozen=True)
@@ -85,24 +84,24 @@ class Inventory:
     save_id: str | None
     checkpoint_id: str | None
     block_size: int | None
-    entries: list[StoredTensor | StoredObject]
+    entries: list[TensorEntry | ObjectEntry]
     files: dict[str, int]
     _steps: Any = field(repr=False)
 
     @property
-    def tensors(self) -> list[StoredTensor]:
+    def tensors(self) -> list[TensorEntry]:
         """The tensors alone."""
-        return [entry for entry in self.entries if isinstance(entry, StoredTensor)]
+        return [entry for entry in self.entries if isinstance(entry, TensorEntry)]
 
     @property
-    def objects(self) -> list[StoredObject]:
+    def objects(self) -> list[ObjectEntry]:
         """The objects alone."""
-        return [entry for entry in self.entries if isinstance(entry, StoredObject)]
+        return [entry for entry in self.entries if isinstance(entry, ObjectEntry)]
 
-    def items(self) -> Iterator[tuple[str, StoredChunk | None, Item | None]]:
+    def items(self) -> Iterator[tuple[str, StoredChunk | None, StorageInfo | None]]:
         """Each item's key, its chunk (None for an object) and its place."""
         for entry in self.entries:
-            if isinstance(entry, StoredObject):
+            if isinstance(entry, ObjectEntry):
                 yield entry.key, None, entry.item
             else:
                 for chunk in entry.chunks:
@@ -111,7 +110,8 @@ class Inventory:
     @cached_property
     def transforms(self) -> dict[tuple[str, ...], int]:
         """How many items went through each stack of transforms, in the order in which a reader undoes it."""
-        return dict(Counter(item.descriptors for _, _, item in self.items() if item and item.descriptors))
+        stacks = (item.transform_descriptors for _, _, item in self.items() if item)
+        return dict(Counter(tuple(stack) for stack in stacks if stack))
 
     @cached_property
     def paths(self) -> dict[str, tuple[Any, ...]]:
@@ -145,102 +145,47 @@ def read_inventory(data: bytes | bytearray, *, path: str, rank: int | None = Non
         UnsafeMetadataError: It asks for code to be run, or for files outside of the folder.
     """
     sections = metadata_file.split(data, path=path)
-    if sections.manifest is None:
+    ours = sections.manifest is not None
+    if sections.manifest is not None:
+        manifest = decode(sections.manifest, path=path)
+        version, steps = ".".join(map(str, manifest.version)), manifest.paths
+    else:
         # An eighth of the time that `holdfast ls` may take, and only checkpoints of torch need it.
+        from holdfast._format.torch_manifest import manifest_of_torch  # noqa: PLC0415
         from holdfast._format.torch_pickle import read_torch_metadata  # noqa: PLC0415
 
-        return _from_torch(read_torch_metadata(sections.pickle, path=path), len(data), path, rank)
-    has_pickle = len(sections.pickle) > 0
-    return _from_manifest(decode(sections.manifest, path=path), len(data), path, rank, has_pickle)
-
-
-def _nbytes(dtype: str, shape: Ints) -> int | None:
-    known = DTYPES.get(dtype)
-    return None if known is None else known.itemsize * math.prod(shape)
-
-
-def _from_manifest(
-    manifest: Manifest, nbytes: int, path: str, rank: int | None, torch_readable: bool
-) -> Inventory:
-    items = manifest.items()
-    dtypes = [dtype for dtype, *_ in manifest.properties]
-    entries: list[StoredTensor | StoredObject] = []
-    for key, properties, numbers, boxes in manifest.entries():
-        if properties is None:
-            entries.append(StoredObject(key, next(items)))
-            continue
-        shape, dtype = tuple(numbers), dtypes[properties]
-        chunks = [StoredChunk(tuple(offsets), tuple(lengths), next(items)) for offsets, lengths in boxes]
-        entries.append(StoredTensor(key, dtype, shape, _nbytes(dtype, shape), chunks))
-    major, minor = manifest.version
+        stored = read_torch_metadata(sections.pickle, path=path)
+        manifest = manifest_of_torch(stored, path=path)
+        version, steps = stored.version or "", stored.planner_data
+    sizes = zip(manifest.file_names, ints(manifest.file_nbytes, "q"), strict=True)
     return Inventory(
-        source="holdfast",
+        source="holdfast" if ours else "torch",
         path=path,
         rank=rank,
-        nbytes=nbytes,
-        format=f"holdfast {major}.{minor}",
-        torch_readable=torch_readable,
-        software=manifest.software,
-        created_ns=manifest.created_ns,
-        world_size=manifest.world_size,
+        nbytes=len(data),
+        format=f"{'holdfast' if ours else 'torch'} {version}".strip(),
+        torch_readable=len(sections.pickle) > 0,
+        software=manifest.software if ours else None,
+        created_ns=manifest.created_ns if ours else None,
+        world_size=manifest.world_size if ours else None,
         save_id=manifest.save_id or None,
         checkpoint_id=manifest.checkpoint_id,
-        block_size=manifest.block_size,
-        entries=entries,
-        files=dict(zip(manifest.file_names, ints(manifest.file_nbytes, "q"), strict=True)),
-        _steps=manifest.paths,
+        block_size=manifest.block_size if ours else None,
+        entries=list(_entries(manifest)),
+        # A chunk that torch's metadata names no place for has no file.
+        files={name: nbytes for name, nbytes in sizes if name},
+        _steps=steps,
     )
 
 
-def _from_torch(stored: TorchMetadata, nbytes: int, path: str, rank: int | None) -> Inventory:
-    meta = stored.storage_meta
-    if meta is not None and metadata_file.MARK in meta.modules:
-        raise MetadataFormatError(
-            f"{path} is damaged: it was written by holdfast and has lost its end. Restore the file, or load "
-            "another checkpoint.",
-            path=path,
-        )
-    files: dict[str, int] = {}
-    for place in stored.storage.values():
-        files[place.path] = max(files.get(place.path, 0), place.offset + place.nbytes)
-    return Inventory(
-        source="torch",
-        path=path,
-        rank=rank,
-        nbytes=nbytes,
-        format=f"torch {stored.version}" if stored.version else "torch",
-        torch_readable=True,
-        software=None,
-        created_ns=None,
-        world_size=None,
-        save_id=meta.save_id if meta else None,
-        checkpoint_id=meta.checkpoint_id if meta else None,
-        block_size=None,
-        entries=_torch_entries(stored),
-        files=files,
-        _steps=stored.planner_data,
-    )
-
-
-def _torch_entries(stored: TorchMetadata) -> list[StoredTensor | StoredObject]:
-    places = stored.storage
-    entries: list[StoredTensor | StoredObject] = []
-    for key, entry in stored.entries.items():
-        if not isinstance(entry, TorchTensor):
-            entries.append(StoredObject(key, _torch_item(places.get((key, None)))))
+def _entries(manifest: Manifest) -> Iterator[TensorEntry | ObjectEntry]:
+    # An item of -1 bytes has no place: only torch's metadata may describe such a chunk.
+    items = (item if item.length >= 0 else None for item in manifest.items())
+    for key, properties, numbers, boxes in manifest.entries():
+        if properties is None:
+            yield ObjectEntry(key, next(items))
             continue
-        dtype = entry.properties.dtype
-        chunks = [
-            StoredChunk(offsets, lengths, _torch_item(places.get((key, offsets))))
-            for offsets, lengths in entry.chunks
-        ]
-        entries.append(StoredTensor(key, dtype, entry.shape, _nbytes(dtype, entry.shape), chunks))
-    return entries
-
-
-def _torch_item(place: TorchStorage | None) -> Item | None:
-    if place is None:
-        return None
-    # torch's writer records a stack of transforms in the order of writing; a reader undoes it backwards.
-    undone = tuple(reversed(place.descriptors)) or None
-    return Item(place.path, place.offset, place.nbytes, undone, 0, -1, -1, b"", 0)
+        shape, dtype = tuple(numbers), manifest.properties[properties][0]
+        chunks = [StoredChunk(tuple(offsets), tuple(lengths), next(items)) for offsets, lengths in boxes]
+        nbytes = DTYPES[dtype].itemsize * math.prod(shape) if dtype in DTYPES else None
+        yield TensorEntry(key, dtype, shape, nbytes, chunks)

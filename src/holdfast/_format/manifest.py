@@ -3,10 +3,11 @@
 ``docs/format.md`` describes every column.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from operator import add, gt, mul, ne
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -15,21 +16,19 @@ from holdfast._format.description import (
     TENSOR,
     Description,
     column,
-    concatenated,
     find_bad_box,
     ints,
 )
+from holdfast._format.item_table import COLUMNS, Column, StorageInfo
 from holdfast.errors import MetadataFormatError
 
 __all__ = [
+    "CHECKSUM_ALGORITHM",
     "FORMAT_MAJOR",
     "FORMAT_MINOR",
-    "OBJECT",
-    "TENSOR",
-    "Item",
     "Manifest",
+    "StoredItems",
     "column",
-    "concatenated",
     "decode",
     "encode",
     "ints",
@@ -37,41 +36,40 @@ __all__ = [
 
 FORMAT_MAJOR = 1
 """Raised when an older reader would misread; a reader refuses a newer one."""
-FORMAT_MINOR = 0
+FORMAT_MINOR = 1
 """Raised when something is added that an older reader may ignore."""
+CHECKSUM_ALGORITHM = "crc32"
+"""How blocks and containers are checked: the CRC-32 of zlib and zip."""
 
-_ITEMSIZE = {"q": 8, "I": 4, "B": 1}
+_ITEMSIZE = {"q": 8, "I": 4}
+_BY_NAME = {declared.name: declared for declared in COLUMNS.values()}
 
 
-class Item(NamedTuple):
-    """Where one chunk or one object lies, and how to check it.
+if TYPE_CHECKING:
 
-    Attributes:
-        file: The name of its file, relative to the checkpoint.
-        offset: Where the item begins in the file.
-        nbytes: How long it is, container and all.
-        descriptors: The transforms, in the order in which a reader undoes them; None if there are none.
-        payload_offset: Where the checked bytes begin, counted from the item's beginning. For a tensor
-            that is stored raw these are its elements in row-major order.
-        payload_nbytes: How many they are.
-        raw_nbytes: The item's length once its transforms are undone.
-        checksums: CRC-32 of each block of the checked bytes, as little-endian 32-bit integers.
-        wrap_checksum: CRC-32 of what is around them: the item's bytes before the payload, then after.
+    class _ItemColumns(Description):
+        """Has a column ``item_*`` of bytes for each entry of ``COLUMNS``."""
+
+        def __getattr__(self, name: str) -> bytes: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+else:
+    _ItemColumns = msgspec.defstruct(
+        "_ItemColumns",
+        [
+            (declared.in_manifest, bytes, b"") if declared.may_be_left_out else (declared.in_manifest, bytes)
+            for declared in COLUMNS.values()
+        ],
+        bases=(Description,),
+        kw_only=True,
+    )
+
+
+class Manifest(_ItemColumns, kw_only=True):
+    """Everything about a checkpoint: what it holds, and where each item lies.
+
+    Columns are ``bytes``. Those of items, ``item_*``, are declared by the item table.
     """
-
-    file: str
-    offset: int
-    nbytes: int
-    descriptors: tuple[str, ...] | None
-    payload_offset: int
-    payload_nbytes: int
-    raw_nbytes: int
-    checksums: bytes
-    wrap_checksum: int
-
-
-class Manifest(Description, kw_only=True):
-    """Everything about a checkpoint: what it holds, and where each item lies. Columns are ``bytes``."""
 
     version: tuple[int, int] = (FORMAT_MAJOR, FORMAT_MINOR)
     save_id: str
@@ -79,46 +77,88 @@ class Manifest(Description, kw_only=True):
     software: str
     world_size: int
     block_size: int
+    checksum_algorithm: str = CHECKSUM_ALGORITHM
     checkpoint_id: str | None = None
     modules: list[str] = msgspec.field(default_factory=list)
     file_names: list[str]
     file_nbytes: bytes
     transforms: list[list[str]]
-    item_files: bytes
-    item_offsets: bytes
-    item_nbytes: bytes
-    item_payload_offsets: bytes
-    item_payload_nbytes: bytes
-    item_raw_nbytes: bytes
-    item_transforms: bytes
-    item_blocks: bytes
-    item_wrap_checksums: bytes
+    saves: list[str | None] = msgspec.field(default_factory=lambda: [None])
     checksums: bytes
     paths: list[Any]
     containers: list[Any]
     planner_pickle: bytes | None = None
 
-    def items(self) -> Iterator[Item]:
-        """Every item, in the order of the keys and, within a key, of its chunks."""
-        return map(Item, *self.item_columns())
+    def item_column(self, name: str) -> "memoryview[int]":
+        """A column of the item table by its name there, as integers."""
+        declared = _BY_NAME[name]
+        data = getattr(self, declared.in_manifest)
+        if not data and declared.may_be_left_out:
+            data = bytes(len(self.item_offsets) // 8 * _ITEMSIZE[declared.typecode])
+        return ints(data, declared.typecode)
 
-    def item_columns(self) -> list[Iterable[Any]]:
-        """The fields of all items, field by field in the order of :class:`Item`."""
+    def items(self) -> Iterator[StorageInfo]:
+        """Every item, in the order of the keys and, within a key, of its chunks."""
+        return StoredItems(self).records()
+
+
+class StoredItems:
+    """The items of a manifest by the number of their row.
+
+    Attributes:
+        manifest: Where they are described.
+        files: For each row the number of its file in ``manifest.file_names``.
+        offsets: Where its item begins.
+        nbytes: How long it is; -1 where torch's metadata has a chunk and no place for it.
+        payload_offsets: Where the checked bytes begin in it.
+        payload_nbytes: How many they are; -1 for what torch wrote.
+        checksums: The checksums of all blocks of all items.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.files = manifest.item_column("files")
+        self.offsets = manifest.item_column("offsets")
+        self.nbytes = manifest.item_column("nbytes")
+        self.payload_offsets = manifest.item_column("payload_offsets")
+        self.payload_nbytes = manifest.item_column("payload_nbytes")
+        self.checksums = ints(manifest.checksums, "I")
+        self._values = [self._reader(*field) for field in COLUMNS.items()]
+
+    def _reader(self, field: str, declared: Column) -> Callable[[int], Any]:
+        """Gives the value of a field for a row."""
+        numbers = self.manifest.item_column(declared.name)
+        if field == "checksums":
+            return self._checksums_of
+        if declared.listed_in is None:
+            return numbers.__getitem__
         # An item without transforms says so by having no descriptors, as torch does.
-        descriptors = [tuple(stack) or None for stack in self.transforms]
-        ends = itertools.accumulate(4 * blocks for blocks in ints(self.item_blocks, "I"))
-        starts_and_ends = itertools.pairwise(itertools.chain([0], ends))
-        return [
-            map(self.file_names.__getitem__, ints(self.item_files, "I")),
-            ints(self.item_offsets, "q"),
-            ints(self.item_nbytes, "q"),
-            map(descriptors.__getitem__, ints(self.item_transforms, "I")),
-            ints(self.item_payload_offsets, "q"),
-            ints(self.item_payload_nbytes, "q"),
-            ints(self.item_raw_nbytes, "q"),
-            (self.checksums[start:end] for start, end in starts_and_ends),
-            ints(self.item_wrap_checksums, "I"),
+        values = [
+            (tuple(entry) or None) if isinstance(entry, list) else entry
+            for entry in getattr(self.manifest, declared.listed_in)
         ]
+        return lambda row: values[numbers[row]]
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @functools.cached_property
+    def block_at(self) -> list[int]:
+        """For each row the number of its first checksum; the last entry is the number of all."""
+        return [0, *itertools.accumulate(self.manifest.item_column("blocks"))]
+
+    def _checksums_of(self, row: int) -> bytes:
+        return self.manifest.checksums[4 * self.block_at[row] : 4 * self.block_at[row + 1]]
+
+    def record(self, row: int) -> StorageInfo:
+        """An item as a record."""
+        values: list[Any] = [*[value(row) for value in self._values], self.manifest.block_size]
+        return StorageInfo(*values)
+
+    def records(self) -> Iterator[StorageInfo]:
+        """All items as records."""
+        columns = [map(value, range(len(self))) for value in self._values]
+        return map(StorageInfo, *columns, itertools.repeat(self.manifest.block_size))
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -126,39 +166,44 @@ def encode(manifest: Manifest) -> bytes:
     return msgspec.msgpack.encode(manifest)
 
 
-def decode(
-    data: bytes | memoryview, *, path: str, rows_are_sound: Callable[[Manifest], bool] | None = None
-) -> Manifest:
+def decode(data: bytes | memoryview, *, path: str) -> Manifest:
     """Read a manifest and check that it makes sense, so that nobody after this needs to.
 
     Args:
         data: The manifest.
         path: Where it was found, for errors.
-        rows_are_sound: A quicker way than ours to know that no row is bad, given columns of the right
-            lengths without negative numbers. Whatever it does not call sound is looked at here.
 
     Raises:
-        MetadataFormatError: It is damaged, or of a newer major version.
+        MetadataFormatError: It is damaged, of a newer major version, or has checksums of another kind.
     """
     try:
         version = msgspec.msgpack.decode(data, type=_Version).version
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _damaged(path, str(error)) from error
-    if version[0] > FORMAT_MAJOR:
-        raise MetadataFormatError(
-            f"{path} is of format {version[0]}.{version[1]}; this version of holdfast reads up to "
-            f"{FORMAT_MAJOR}.x. Update holdfast to read it.",
-            path=path,
-            expected=FORMAT_MAJOR,
-            found=version[0],
-        )
-    try:
+        if version[0] > FORMAT_MAJOR:
+            raise MetadataFormatError(
+                f"{path} is of format {version[0]}.{version[1]}; this version of holdfast reads up to "
+                f"{FORMAT_MAJOR}.x. Update holdfast to read it.",
+                path=path,
+                expected=FORMAT_MAJOR,
+                found=version[0],
+            )
         manifest = msgspec.msgpack.decode(data, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _damaged(path, str(error)) from error
-    problem = _find_bad_table(manifest) or _find_bad_name(manifest)
-    if problem is None and not (rows_are_sound and rows_are_sound(manifest)):
-        problem = _find_bad_reference(manifest) or _find_bad_item(manifest) or find_bad_box(manifest)
+    if manifest.checksum_algorithm != CHECKSUM_ALGORITHM:
+        raise MetadataFormatError(
+            f"{path} has checksums of the kind {manifest.checksum_algorithm!r}; this version of holdfast "
+            f"knows {CHECKSUM_ALGORITHM!r} only. Update holdfast to read it.",
+            path=path,
+            expected=CHECKSUM_ALGORITHM,
+            found=manifest.checksum_algorithm,
+        )
+    problem = (
+        _find_bad_table(manifest)
+        or _find_bad_name(manifest)
+        or _find_bad_reference(manifest)
+        or _find_bad_item(manifest)
+        or find_bad_box(manifest)
+    )
     if problem:
         raise _damaged(path, problem)
     return manifest
@@ -186,28 +231,24 @@ def _find_bad_table(m: Manifest) -> str | None:
     counts = ints(m.tensor_chunks, "I")
     boxes = sum(map(mul, counts, m.tensor_ndims))
     rows = sum(counts) + len(m.keys) - tensors
-    wanted = {
-        "file_nbytes": ("q", len(m.file_names)),
-        "tensor_properties": ("I", tensors),
-        "tensor_shapes": ("q", sum(m.tensor_ndims)),
-        "chunk_offsets": ("q", boxes),
-        "chunk_lengths": ("q", boxes),
-        "item_files": ("I", rows),
-        "item_offsets": ("q", rows),
-        "item_nbytes": ("q", rows),
-        "item_payload_offsets": ("q", rows),
-        "item_payload_nbytes": ("q", rows),
-        "item_raw_nbytes": ("q", rows),
-        "item_transforms": ("I", rows),
-        "item_blocks": ("I", rows),
-        "item_wrap_checksums": ("I", rows),
-    }
-    for name, (typecode, length) in wanted.items():
+    wanted: list[tuple[str, str, int]] = [
+        ("file_nbytes", "q", len(m.file_names)),
+        ("tensor_properties", "I", tensors),
+        ("tensor_shapes", "q", sum(m.tensor_ndims)),
+        ("chunk_offsets", "q", boxes),
+        ("chunk_lengths", "q", boxes),
+    ]
+    wanted += [
+        (declared.in_manifest, declared.typecode, rows)
+        for declared in COLUMNS.values()
+        if getattr(m, declared.in_manifest) or not declared.may_be_left_out
+    ]
+    for name, typecode, length in wanted:
         data = getattr(m, name)
         if len(data) != length * _ITEMSIZE[typecode]:
             return f"its column {name} has {len(data)} bytes, expected {length * _ITEMSIZE[typecode]}"
-        # The highest byte of a little-endian number holds its sign: a thirtieth of the time of min().
-        if typecode == "q" and max(data[7::8], default=0) >= 0x80:
+        # The highest byte of a little-endian number holds its sign: a hundredth of the time of min().
+        if typecode == "q" and not data[7::8].isascii():
             return f"its column {name} has a negative number"
     return None
 
@@ -224,11 +265,11 @@ def _find_bad_name(m: Manifest) -> str | None:
 def _find_bad_reference(m: Manifest) -> str | None:
     if max(ints(m.tensor_properties, "I"), default=-1) >= len(m.properties):
         return "a tensor refers to properties that are not there"
-    if max(ints(m.item_transforms, "I"), default=-1) >= len(m.transforms):
-        return "an item refers to transforms that are not there"
-    if max(ints(m.item_files, "I"), default=-1) >= len(m.file_names):
-        return "an item refers to a file that is not there"
-    blocks = sum(ints(m.item_blocks, "I"))
+    for declared in COLUMNS.values():
+        listed_in = declared.listed_in
+        if listed_in and max(m.item_column(declared.name), default=-1) >= len(getattr(m, listed_in)):
+            return f"an item refers to {listed_in} that are not there"
+    blocks = sum(m.item_column("blocks"))
     if len(m.checksums) != 4 * blocks:
         return f"it has {len(m.checksums)} bytes of checksums, expected {4 * blocks}"
     return None
@@ -241,16 +282,16 @@ def is_plain_name(name: str) -> bool:
 
 def _find_bad_item(m: Manifest) -> str | None:
     # Each check is one pass in C over a million rows; which row it was is looked for only if one is bad.
-    files, sizes = ints(m.item_files, "I"), ints(m.file_nbytes, "q").tolist()
-    payloads = ints(m.item_payload_nbytes, "q").tolist()
-    ends = map(add, ints(m.item_offsets, "q"), ints(m.item_nbytes, "q"))
+    files, sizes = m.item_column("files"), ints(m.file_nbytes, "q").tolist()
+    nbytes, payloads = m.item_column("nbytes").tolist(), m.item_column("payload_nbytes").tolist()
+    ends = map(add, m.item_column("offsets"), nbytes)
     if (row := _first(map(gt, ends, map(sizes.__getitem__, files)))) is not None:
         return f"an item reaches beyond the end of {m.file_names[files[row]]}"
-    payload_ends = map(add, ints(m.item_payload_offsets, "q"), payloads)
-    if (row := _first(map(gt, payload_ends, ints(m.item_nbytes, "q")))) is not None:
+    payload_ends = map(add, m.item_column("payload_offsets"), payloads)
+    if (row := _first(map(gt, payload_ends, nbytes))) is not None:
         return f"a payload reaches beyond its item in {m.file_names[files[row]]}"
     blocks = [-(-nbytes // m.block_size) for nbytes in payloads]
-    if (row := _first(map(ne, blocks, ints(m.item_blocks, "I")))) is not None:
+    if (row := _first(map(ne, blocks, m.item_column("blocks")))) is not None:
         return f"an item in {m.file_names[files[row]]} has the wrong number of checksums"
     return None
 

@@ -9,22 +9,20 @@ from typing import Any
 
 import torch
 
+from holdfast._format.description import column
 from holdfast._format.torch_item import SMALL_ALIGNMENT, ItemFrame
-from holdfast._io.blocks import BLOCK_SIZE, BlockSums, combine_blocks, crc32
+from holdfast._io.blocks import BLOCK_SIZE, BlockSums, block_checksums, combine_blocks, crc32
 from holdfast._io.store import FileWriter
 from holdfast._objects import StoredObject
 from holdfast._plan.write_columns import WriteColumns
-from holdfast._storage.results import Notes
-from holdfast._storage.stamps import Stamp, frame_of, stamp_of
+from holdfast._storage.results import WrittenItems
+from holdfast._storage.small_items import SMALL, ItemTemplate, frame_of, template_of
 from holdfast._tensors.host import copy_of, host_pieces
 from holdfast.errors import IncompleteWriteError
 from holdfast.extension import StreamTransformExtension
 
-__all__ = ["PACK", "SMALL", "ItemWriter"]
+__all__ = ["PACK", "ItemWriter"]
 
-# Below this an item is assembled in memory with its neighbours: three calls to the file for each of
-# 100,000 tensors of 16 bytes would take longer than everything else together.
-SMALL = 128 * 1024
 # Memory of this size is reused from one pack to the next. Packs of megabytes are given back to the system
 # each time, and their pages cost more than all else that is done for a tensor of 4 KiB.
 PACK = 256 * 1024
@@ -55,202 +53,185 @@ class ItemWriter:
         self.transforms = transforms
         self.copy_at_once = copy_at_once
         self.file_number = file_number
-        self.notes = Notes()
+        self.items = WrittenItems()
         self._packed: list[Any] = []
         self._packed_nbytes = 0
-        self._stamps: dict[int, Stamp] = {}
+        self._templates: dict[int, ItemTemplate] = {}
 
     def add(self, number: int, data: torch.Tensor | io.BytesIO) -> None:
         """Write one line's item. The data may be changed as soon as this returns."""
+        frame: ItemFrame | None = None
         if isinstance(data, torch.Tensor):
             _check_planned(self.lines, number, data)
-            item = frame_of(data.dtype, data.shape)
+            if not self.transforms and data.nbytes < SMALL:
+                self.add_small_tensors([number], {self.lines.keys[number]: data})
+                return
+            frame = frame_of(data.dtype, data.shape)
         elif isinstance(data, StoredObject):
-            item = data.item
-        else:
-            self._add_stream(number, data)
-            return
+            frame = data.item
+        # A stream of somebody else has a container of its own.
         if self.transforms:
-            self._add_transformed(number, item, data)
-        elif item.payload_nbytes < SMALL:
-            self._add_small(number, item, data)
+            self._add_transformed(number, frame, data)
         else:
-            self._add_large(number, item, data)
+            self._add_plain(number, frame, data)
 
     def add_small_tensors(self, numbers: Sequence[int], tensors: Mapping[str, Any]) -> None:
-        """The same for many small whole tensors at once, found by their keys; no transforms.
+        """Write the items of small whole chunks, found by their keys; only without transforms.
 
         All items of a form begin equally far from an aligned place, so that only payload and checksums
         differ between them: 2 microseconds an item.
         """
-        self._align()
-        lines, packed, notes, stamps = self.lines, self._packed, self.notes, self._stamps
-        begin, totals = self.file.position + self._packed_nbytes, list[int]()
-        keys, forms, read, crc = lines.keys, lines.form, ctypes.string_at, crc32
+        self._pack(bytes(-self._position % SMALL_ALIGNMENT))
+        lines, packed, templates = self.lines, self._packed, self._templates
+        begin, used, wrap_checksums = self._position, list[ItemTemplate](), list[int]()
+        keys, forms, read, crc, checksums = lines.keys, lines.form, ctypes.string_at, crc32, bytearray()
         for number in numbers:
-            form, key = forms[number], keys[number]
-            stamp = stamps.get(form) or self._make_stamp(form)
-            tensor = tensors[key]
-            if tensor.shape != stamp.shape or tensor.dtype is not stamp.dtype:
+            form = forms[number]
+            template = templates.get(form) or self._make_template(form)
+            tensor = tensors[keys[number]]
+            if tensor.shape != template.shape or tensor.dtype is not template.dtype:
                 _check_planned(lines, number, tensor)
             if (
                 tensor.is_cpu
                 and tensor.is_contiguous()
                 and not tensor.is_neg()
-                and not (stamp.is_complex and tensor.is_conj())
+                and not (template.is_complex and tensor.is_conj())
             ):
-                payload = read(tensor.data_ptr(), stamp.nbytes)
+                payload = read(tensor.data_ptr(), template.nbytes)
             else:
                 payload = copy_of(tensor)
             checksum = crc(payload)
             sum_bytes = checksum.to_bytes(4, "little")
-            tail = sum_bytes.join(stamp.tail)
-            packed += (stamp.head, payload, tail, stamp.gap)
-            totals.append(stamp.total)
-            notes.wrap.append(crc(tail, stamp.head_sum))
+            tail = sum_bytes.join(template.tail)
+            packed += (template.head, payload, tail, template.gap)
+            used.append(template)
+            wrap_checksums.append(crc(tail, template.head_sum))
             if payload:
-                notes.checksums += sum_bytes
+                checksums += sum_bytes
         # A file ends with its last item.
         last_gap = packed.pop()
-        self._note_run(numbers, begin, totals)
+        totals = [template.total for template in used]
+        nbytes = [template.item_nbytes for template in used]
+        self._note(
+            numbers,
+            checksums,
+            offsets=itertools.accumulate(totals[:-1], initial=begin),
+            nbytes=nbytes,
+            payload_offsets=[len(template.head) for template in used],
+            payload_nbytes=[template.nbytes for template in used],
+            raw_nbytes=nbytes,
+            blocks=[1 if template.nbytes else 0 for template in used],
+            wrap_checksums=wrap_checksums,
+        )
         self._packed_nbytes += sum(totals) - len(last_gap)
-        if self._packed_nbytes >= PACK:
-            self._flush()
+        self._flush(PACK)
 
-    def _align(self) -> None:
-        filling = -(self.file.position + self._packed_nbytes) % SMALL_ALIGNMENT
-        if filling:
-            self._packed.append(bytes(filling))
-            self._packed_nbytes += filling
-
-    def _make_stamp(self, form: int) -> "Stamp":
-        made = self._stamps[form] = stamp_of(self.lines.forms[form])
+    def _make_template(self, form: int) -> ItemTemplate:
+        made = self._templates[form] = template_of(self.lines.forms[form])
         return made
 
-    def _note_run(self, numbers: Sequence[int], begin: int, totals: list[int]) -> None:
-        lines, notes, stamps = self.lines, self.notes, self._stamps
-        used = [stamps[lines.form[number]] for number in numbers]
-        nbytes = [stamp.item_nbytes for stamp in used]
-        notes.keys += [lines.keys[number] for number in numbers]
-        notes.offset += [lines.offset[number] for number in numbers]
-        notes.hint += [lines.hints[number] for number in numbers]
-        notes.file += [self.file_number] * len(numbers)
-        notes.start += list(itertools.accumulate(totals[:-1], initial=begin))
-        notes.nbytes += nbytes
-        notes.raw_nbytes += nbytes
-        notes.payload_start += [len(stamp.head) for stamp in used]
-        notes.payload_nbytes += [stamp.nbytes for stamp in used]
-        notes.blocks += [1 if stamp.nbytes else 0 for stamp in used]
-
-    def finish(self) -> Notes:
+    def finish(self) -> WrittenItems:
         """Make everything durable, and return where each item lies."""
         self._flush()
         self.file.finish()
-        return self.notes
+        return self.items
 
-    def _flush(self) -> None:
-        if self._packed:
+    @property
+    def _position(self) -> int:
+        """Where the next byte goes in the file."""
+        return self.file.position + self._packed_nbytes
+
+    def _pack(self, content: bytes) -> None:
+        self._packed.append(content)
+        self._packed_nbytes += len(content)
+
+    def _flush(self, from_nbytes: int = 0) -> None:
+        """Write what is packed, if it is this much."""
+        if self._packed and self._packed_nbytes >= from_nbytes:
             packed, self._packed, self._packed_nbytes = b"".join(self._packed), [], 0
             self.file.write(packed)
 
-    def _add_small(self, number: int, item: ItemFrame, data: torch.Tensor | StoredObject) -> None:
-        position = self.file.position + self._packed_nbytes
-        # Copied at once, so that the caller may change it.
-        payload = copy_of(data) if isinstance(data, torch.Tensor) else bytes(data.payload)
-        checksum = crc32(payload)
-        head, tail = item.head(position), item.tail(position, checksum)
-        self._packed += (head, payload, tail)
-        nbytes = len(head) + len(payload) + len(tail)
-        self._packed_nbytes += nbytes
-        checksums = checksum.to_bytes(4, "little") if payload else b""
-        wrap = crc32(tail, crc32(head))
-        self._note(number, position, nbytes, len(head), len(payload), nbytes, checksums, wrap)
-        if self._packed_nbytes >= PACK:
+    def _add_plain(self, number: int, frame: ItemFrame | None, data: torch.Tensor | io.BytesIO) -> None:
+        position = self._position
+        head = frame.head(position) if frame else b""
+        self._pack(head)
+        payload_nbytes, pieces = self._payload(data)
+        if payload_nbytes < SMALL:
+            # Copied at once, so that the caller may change it.
+            payload = b"".join(pieces)
+            self._pack(payload)
+            blocks = block_checksums(payload)
+        else:
             self._flush()
+            sums = BlockSums(BLOCK_SIZE)
+            for piece in pieces:
+                self.file.write(piece, sums)
+            blocks = sums.finish()
+        tail = frame.tail(position, combine_blocks(blocks, payload_nbytes)) if frame else b""
+        self._pack(tail)
+        wrap_checksum = crc32(tail, crc32(head))
+        self._note_one(number, position, blocks, len(head), payload_nbytes, None, wrap_checksum)
+        self._flush(PACK)
 
-    def _add_large(self, number: int, item: ItemFrame, data: torch.Tensor | StoredObject) -> None:
+    def _add_transformed(self, number: int, frame: ItemFrame | None, data: torch.Tensor | io.BytesIO) -> None:
         self._flush()
         position = self.file.position
-        head = item.head(position)
-        self.file.write(head)
-        sums = BlockSums(BLOCK_SIZE)
-        for piece in self._pieces(data):
-            self.file.write(piece, sums)
-        blocks = sums.finish()
-        tail = item.tail(position, combine_blocks(blocks, item.payload_nbytes))
-        self.file.write(tail)
-        nbytes = self.file.position - position
-        wrap = crc32(tail, crc32(head))
-        self._note(number, position, nbytes, len(head), item.payload_nbytes, nbytes, _little(blocks), wrap)
-
-    def _add_stream(self, number: int, data: io.BytesIO) -> None:
-        """An item in a container that somebody else made."""
-        if self.transforms:
-            self._add_transformed(number, None, data)
-            return
-        self._flush()
-        position = self.file.position
-        sums = BlockSums(BLOCK_SIZE)
-        with data.getbuffer() as content:
-            self.file.write(content, sums)
-        nbytes = self.file.position - position
-        self._note(number, position, nbytes, 0, nbytes, nbytes, _little(sums.finish()), 0)
-
-    def _add_transformed(self, number: int, item: ItemFrame | None, data: torch.Tensor | io.BytesIO) -> None:
-        self._flush()
-        position = self.file.position
-        sink = _Sink(self.file)
+        sink = _TransformSink(self.file)
         stream: Any = sink
         for transform in self.transforms:
             stream = transform.transform_to(stream)
-        if item is None:
-            assert isinstance(data, io.BytesIO)
-            with data.getbuffer() as content:
-                raw_nbytes = _write_all(stream, content)
-        else:
-            assert isinstance(data, torch.Tensor | StoredObject)
-            raw_nbytes = _write_all(stream, item.head(0))
-            checksum = 0
-            for piece in self._pieces(data):
-                for start in range(0, len(piece), BLOCK_SIZE):
-                    part = piece[start : start + BLOCK_SIZE]
-                    checksum = crc32(part, checksum)
-                    raw_nbytes += _write_all(stream, part)
-            raw_nbytes += _write_all(stream, item.tail(0, checksum))
+        raw_nbytes = _write_all(stream, frame.head(0)) if frame else 0
+        checksum = 0
+        for piece in self._payload(data)[1]:
+            for start in range(0, len(piece), BLOCK_SIZE):
+                part = piece[start : start + BLOCK_SIZE]
+                checksum = crc32(part, checksum)
+                raw_nbytes += _write_all(stream, part)
+        raw_nbytes += _write_all(stream, frame.tail(0, checksum)) if frame else 0
         stream.close()
-        nbytes = self.file.position - position
-        checksums = _little(sink.sums.finish())
-        self._note(number, position, nbytes, 0, nbytes, raw_nbytes, checksums, 0)
+        self._note_one(number, position, sink.sums.finish(), 0, self._position - position, raw_nbytes, 0)
 
-    def _pieces(self, data: torch.Tensor | StoredObject) -> Iterable[memoryview]:
-        if isinstance(data, StoredObject):
-            return (data.payload,)
-        return host_pieces(data, self.copy_at_once)
-
-    def _note(
+    def _note_one(
         self,
         number: int,
         position: int,
-        nbytes: int,
-        payload_start: int,
+        blocks: "array[int]",
+        payload_offset: int,
         payload_nbytes: int,
-        raw_nbytes: int,
-        checksums: bytes,
-        wrap: int,
+        raw_nbytes: int | None,
+        wrap_checksum: int,
     ) -> None:
-        lines, notes = self.lines, self.notes
-        notes.keys.append(lines.keys[number])
-        notes.offset.append(lines.offset[number])
-        notes.hint.append(lines.hints[number])
-        notes.file.append(self.file_number)
-        notes.start.append(position)
-        notes.nbytes.append(nbytes)
-        notes.payload_start.append(payload_start)
-        notes.payload_nbytes.append(payload_nbytes)
-        notes.raw_nbytes.append(raw_nbytes)
-        notes.wrap.append(wrap)
-        notes.blocks.append(len(checksums) // 4)
-        notes.checksums += checksums
+        nbytes = self._position - position
+        self._note(
+            [number],
+            column(blocks, "I"),
+            offsets=[position],
+            nbytes=[nbytes],
+            payload_offsets=[payload_offset],
+            payload_nbytes=[payload_nbytes],
+            raw_nbytes=[nbytes if raw_nbytes is None else raw_nbytes],
+            blocks=[len(blocks)],
+            wrap_checksums=[wrap_checksum],
+        )
+
+    def _payload(self, data: torch.Tensor | io.BytesIO) -> tuple[int, Iterable[memoryview]]:
+        """The bytes of an item without its container: how many, and in pieces."""
+        if isinstance(data, torch.Tensor):
+            return data.nbytes, host_pieces(data, self.copy_at_once)
+        # Not getbuffer(): a view of it that an exception keeps alive makes Python 3.12.1 crash.
+        payload = data.payload if isinstance(data, StoredObject) else memoryview(data.getvalue())
+        return payload.nbytes, (payload,)
+
+    def _note(self, numbers: Sequence[int], checksums: bytes | bytearray, **columns: Iterable[int]) -> None:
+        lines = self.lines
+        self.items.add(
+            [lines.keys[number] for number in numbers],
+            checksums,
+            chunk_offsets=[lines.offset[number] for number in numbers],
+            hints=[lines.hints[number] for number in numbers],
+            files=[self.file_number] * len(numbers),
+            **columns,
+        )
 
 
 def _check_planned(lines: WriteColumns, number: int, data: torch.Tensor) -> None:
@@ -267,13 +248,6 @@ def _check_planned(lines: WriteColumns, number: int, data: torch.Tensor) -> None
         )
 
 
-def _little(blocks: "array[int]") -> bytes:
-    if array("H", [1]).tobytes() == b"\0\1":
-        blocks = array("I", blocks)
-        blocks.byteswap()
-    return blocks.tobytes()
-
-
 def _write_all(stream: Any, data: Any) -> int:
     """Write all of ``data``, whatever portions the stream takes."""
     view = memoryview(data).cast("B") if len(data) else memoryview(b"")
@@ -283,7 +257,7 @@ def _write_all(stream: Any, data: Any) -> int:
     return len(view)
 
 
-class _Sink(io.RawIOBase):
+class _TransformSink(io.RawIOBase):
     """The file's end of a stack of transforms: checksums what arrives, and leaves the file open."""
 
     def __init__(self, file: FileWriter) -> None:

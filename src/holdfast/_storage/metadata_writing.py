@@ -3,18 +3,20 @@
 import pickle
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from holdfast._format import metadata_file
 from holdfast._format.description import Description, Directory
+from holdfast._format.item_table import COLUMNS
 from holdfast._format.manifest import Manifest, encode
 from holdfast._format.paths import encode_containers, encode_paths
 from holdfast._format.torch_pickle_writer import write_torch_metadata
 from holdfast._io.blocks import BLOCK_SIZE
 from holdfast._plan.flatten import Container, Path, containers_of
 from holdfast._plan.metadata_entries import boxes_column, column_of, description_of, directory_of
-from holdfast._storage.results import NUMBERS, ResultColumns
+from holdfast._storage.results import ResultColumns
 from holdfast._version import __version__
 from holdfast.errors import IncompleteWriteError
 from holdfast.metadata import Metadata, StorageMeta
@@ -34,12 +36,18 @@ def make_manifest(metadata: Metadata, results: Sequence[ResultColumns], *, world
     description, directory = description_of(metadata), directory_of(metadata)
     written = _Written(results, directory)
     order = written.order(description)
-    numbers = dict(zip(NUMBERS, written.numbers[:, order], strict=True))
-    file_nbytes = torch.zeros(len(written.files), dtype=torch.int64)
-    ends = numbers["start"] + numbers["nbytes"]
-    file_nbytes.scatter_reduce_(0, numbers["file"], ends, "amax")
+    numbers = dict(zip(written.columns, torch.stack(list(written.columns.values()))[:, order], strict=True))
+    file_nbytes = torch.zeros(len(written.lists["file_names"]), dtype=torch.int64)
+    file_nbytes.scatter_reduce_(0, numbers["files"], numbers["offsets"] + numbers["nbytes"], "amax")
     meta = metadata.storage_meta or StorageMeta()
     paths, containers, extra = _split_planner_data(metadata)
+    described: dict[str, Any] = {name: getattr(description, name) for name in Description.__struct_fields__}
+    items: dict[str, Any] = {
+        column.in_manifest: b""
+        if column.may_be_left_out and not numbers[column.name].any()
+        else column_of(numbers[column.name], small=column.typecode == "I")
+        for column in COLUMNS.values()
+    }
     return Manifest(
         save_id=meta.save_id or "",
         created_ns=time.time_ns(),
@@ -48,31 +56,16 @@ def make_manifest(metadata: Metadata, results: Sequence[ResultColumns], *, world
         block_size=BLOCK_SIZE,
         checkpoint_id=None if meta.checkpoint_id is None else str(meta.checkpoint_id),
         modules=list(meta.modules),
-        file_names=list(written.files),
+        file_names=list(written.lists["file_names"]),
         file_nbytes=column_of(file_nbytes),
-        keys=description.keys,
-        kinds=description.kinds,
-        properties=description.properties,
-        tensor_properties=description.tensor_properties,
-        tensor_ndims=description.tensor_ndims,
-        tensor_shapes=description.tensor_shapes,
-        tensor_chunks=description.tensor_chunks,
-        chunk_offsets=description.chunk_offsets,
-        chunk_lengths=description.chunk_lengths,
-        transforms=[list(stack) for stack in written.stacks] or [[]],
-        item_files=column_of(numbers["file"], small=True),
-        item_offsets=column_of(numbers["start"]),
-        item_nbytes=column_of(numbers["nbytes"]),
-        item_payload_offsets=column_of(numbers["payload_start"]),
-        item_payload_nbytes=column_of(numbers["payload_nbytes"]),
-        item_raw_nbytes=column_of(numbers["raw_nbytes"]),
-        item_transforms=column_of(written.stack[order], small=True),
-        item_blocks=column_of(numbers["blocks"], small=True),
-        item_wrap_checksums=column_of(numbers["wrap"], small=True),
+        transforms=[list(stack or ()) for stack in written.lists["transforms"]],
+        saves=list(written.lists["saves"]),
         checksums=written.checksums(order),
         paths=encode_paths(description.keys, paths),
         containers=encode_containers(containers),
         planner_pickle=extra,
+        **described,
+        **items,
     )
 
 
@@ -80,31 +73,38 @@ class _Written:
     """The results of all ranks, one below the other, and the row of the manifest that each belongs to.
 
     Attributes:
-        files: The names of the files, each once.
-        stacks: The different stacks of transforms.
-        stack: For each result the number of its stack.
-        numbers: As in the results, with the files counted over all of them.
+        columns: The columns of the item table, and those that name an item. Numbers that refer to a list
+            count over the lists of all ranks.
+        lists: Those lists, each value once, with its number.
     """
 
     def __init__(self, results: Sequence[ResultColumns], directory: Directory) -> None:
-        self.results = results
+        # A rank without items may have made a file, which does not belong to the checkpoint.
+        self.results = [part for part in results if len(part)]
         self.directory = directory
-        self.files: dict[str, int] = {}
-        self.stacks: dict[tuple[str, ...], int] = {}
-        counts = torch.tensor([len(part) for part in results], dtype=torch.int64)
-        used = [self.stacks.setdefault(part.descriptors or (), len(self.stacks)) for part in results]
-        self.stack = torch.repeat_interleave(torch.tensor(used, dtype=torch.int64), counts)
-        empty = torch.empty(len(NUMBERS), 0, dtype=torch.int64)
-        self.numbers = torch.cat([empty, *(part.numbers for part in results)], 1)
-        files = [
-            torch.tensor([self.files.setdefault(name, len(self.files)) for name in part.files])[
-                part.column("file")
-            ]
-            for part in results
-            if len(part)
-        ]
-        if files:
-            self.numbers[NUMBERS.index("file")] = torch.cat(files)
+        self.lists: dict[str, dict[Any, int]] = {}
+        self.columns = {
+            "hints": self._together("hints", None),
+            "chunk_offsets": self._together("chunk_offsets", "chunk_offsets"),
+        }
+        for column in COLUMNS.values():
+            self.columns[column.name] = self._together(column.name, column.listed_in)
+
+    def _together(self, name: str, listed_in: str | None) -> torch.Tensor:
+        """A column of all ranks. Numbers that refer to a list refer to the one of all ranks."""
+        parts = [torch.empty(0, dtype=torch.int64)]
+        known = self.lists.setdefault(listed_in, {}) if listed_in else {}
+        for part in self.results:
+            numbers = part.column(name)
+            if listed_in:
+                values = part.chunk_offsets if name == "chunk_offsets" else part.lists[listed_in]
+                if bool((numbers < 0).any()):
+                    # The number -1, of what is not a tensor, finds the None at the end.
+                    values = [*values, None]
+                counted = [known.setdefault(value, len(known)) for value in values]
+                numbers = torch.tensor(counted, dtype=torch.int64)[numbers]
+            parts.append(numbers)
+        return torch.cat(parts)
 
     def order(self, description: Description) -> torch.Tensor:
         """The numbers of the results in the order of the manifest's rows.
@@ -117,25 +117,19 @@ class _Written:
         found = rows[order]
         if len(rows) != total or not torch.equal(found, torch.arange(total)):
             raise self._wrong_account(found, total)
-        boxes = [box or () for part in self.results for box in part.offsets]
-        used = self._offset_numbers()[order]
-        if boxes_column(boxes, used[used >= 0]) != description.chunk_offsets:
+        boxes = [box or () for box in self.lists["chunk_offsets"]]
+        used = self.columns["chunk_offsets"][order]
+        if boxes_column(boxes, used[used != self._no_offset]) != description.chunk_offsets:
             raise IncompleteWriteError(
                 "items report other chunks than the plan has. Nothing was committed. A planner that "
                 "changes its plan after create_global_plan must keep the items' names."
             )
         return order
 
-    def _offset_numbers(self) -> torch.Tensor:
-        """For each result the number of its offset, counted over all ranks; -1 for what is not a tensor."""
-        numbers = self.numbers[NUMBERS.index("offset")].clone()
-        at = begin = 0
-        for part in self.results:
-            of_part = numbers[begin : begin + len(part)]
-            of_part[of_part >= 0] += at
-            begin += len(part)
-            at += len(part.offsets)
-        return numbers
+    @property
+    def _no_offset(self) -> int:
+        """The number that stands for the offset of what is not a tensor."""
+        return self.lists["chunk_offsets"].get(None, -1)
 
     def _rows(self) -> torch.Tensor:
         """The row of the manifest that each result belongs to."""
@@ -154,8 +148,8 @@ class _Written:
                 ) from None
             starts.append(torch.tensor(of_part, dtype=torch.int64))
             before = part.keys
-        hints = self.numbers[NUMBERS.index("hint")]
-        is_tensor = self.numbers[NUMBERS.index("offset")] >= 0
+        hints = self.columns["hints"]
+        is_tensor = self.columns["chunk_offsets"] != self._no_offset
         if bool(((hints < 0) & is_tensor).any()):
             hints = torch.tensor(self._search(), dtype=torch.int64)
         return torch.cat([torch.empty(0, dtype=torch.int64), *starts]) + hints.clamp(min=0)
@@ -163,15 +157,15 @@ class _Written:
     def _search(self) -> list[int]:
         """For each result the place of its chunk among those of its key, found by its offset."""
         chunks: dict[str, dict[tuple[int, ...], int]] = {}
-        found = []
-        for part in self.results:
-            offsets = [*part.offsets, None]
-            for key, offset in zip(part.keys, part.column("offset").tolist(), strict=True):
-                if key not in chunks:
-                    boxes = self.directory.boxes(self.directory.numbers[key])
-                    chunks[key] = {tuple(at): number for number, (at, _) in enumerate(boxes)}
-                # Of a chunk that the key does not have: a row that is not there.
-                found.append(chunks[key].get(tuple(offsets[offset] or ()), 1 << 40 if offset >= 0 else 0))
+        found, offsets = [], list(self.lists["chunk_offsets"])
+        keys = [key for part in self.results for key in part.keys]
+        for key, number in zip(keys, self.columns["chunk_offsets"].tolist(), strict=True):
+            if key not in chunks:
+                boxes = self.directory.boxes(self.directory.numbers[key])
+                chunks[key] = {tuple(at): chunk for chunk, (at, _) in enumerate(boxes)}
+            # Of a chunk that the key does not have: a row that is not there.
+            none = 0 if offsets[number] is None else 1 << 40
+            found.append(chunks[key].get(tuple(offsets[number] or ()), none))
         return found
 
     def _wrong_account(self, found: torch.Tensor, total: int) -> IncompleteWriteError:
@@ -190,7 +184,7 @@ class _Written:
     def checksums(self, order: torch.Tensor) -> bytes:
         """The checksums of all blocks, in the order of the manifest's rows."""
         together = b"".join([part.checksums for part in self.results])
-        blocks = self.numbers[NUMBERS.index("blocks")]
+        blocks = self.columns["blocks"]
         if torch.equal(order, torch.arange(len(order))):
             return together
         if bool((blocks == 1).all()):

@@ -1,42 +1,40 @@
-"""Values that are not tensors, out of their files and into the planner's hands."""
+"""Owns the reading of values that are not tensors: out of their files and to the planner."""
 
 import io
 from collections.abc import Callable
 
 from holdfast._objects import LoadedObject, is_bytearray
-from holdfast._storage.source import Source, filled, naming
+from holdfast._storage.item_reader import ItemReader, naming
 from holdfast._storage.transformed import read_transformed
 from holdfast.planner import ReadItem
 
 __all__ = ["object_job"]
 
 
-def object_job(source: Source, item: ReadItem) -> Callable[[], None]:
-    """A job that reads one value and hands it over."""
+def object_job(reader: ItemReader, item: ReadItem) -> Callable[[], None]:
+    """A job that reads one value and gives it to the planner."""
 
     def job() -> None:
-        counter, key = source.context.counter, item.dest_index.fqn
+        calls, key = reader.context.calls, item.dest_index.fqn
         with naming(key):
-            stream = _read(source)
-            with counter.lock:
-                counter.planner.load_bytes(item, stream)
-                counter.touched.append(key)
+            stream = _read(reader)
+            with calls.lock:
+                calls.planner.load_bytes(item, stream)
+                calls.touched.append(key)
 
     return job
 
 
-def _read(source: Source) -> io.BytesIO:
-    place = source.place
-    if place.transform_descriptors:
-        return io.BytesIO(read_transformed(source))
-    if not place.is_checked:
-        return io.BytesIO(
-            filled(place.length, lambda view: source.file.reader().read_into(place.offset, view))
-        )
-    head, tail = source.read_wrap()
+def _read(reader: ItemReader) -> io.BytesIO:
+    info = reader.info
+    if info.transform_descriptors:
+        return io.BytesIO(read_transformed(reader))
+    if not info.is_checked:
+        return io.BytesIO(reader.read_unchecked())
+    head, tail = reader.read_wrap()
     if is_bytearray(head):
-        content = bytearray(place.payload_nbytes)
-        source.read(0, memoryview(content))
+        content = bytearray(info.payload_nbytes)
+        reader.read(0, memoryview(content))
         return LoadedObject(head, content, tail)
-    payload = filled(place.payload_nbytes, lambda view: source.read(0, view))
+    payload = reader.read_payload()
     return LoadedObject(head, payload, tail) if head else io.BytesIO(payload)

@@ -2,7 +2,9 @@
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
+from holdfast._io.progress import STRIDE, ProgressTracker
 from holdfast._io.store import ByteStore, FileReader
 
 __all__ = ["SharedFile"]
@@ -13,11 +15,17 @@ class SharedFile:
 
     Jobs are carried out in the order of files, so that hardly more files are open at once than threads
     work.
+
+    Args:
+        store: The checkpoint.
+        name: The file's name.
+        progress: Told of every byte that is read.
     """
 
-    def __init__(self, store: ByteStore, name: str) -> None:
+    def __init__(self, store: ByteStore, name: str, progress: ProgressTracker | None = None) -> None:
         self.store = store
         self.name = name
+        self._progress = progress
         self._lock = threading.Lock()
         self._reader: FileReader | None = None
         self._jobs_left = 0
@@ -27,8 +35,22 @@ class SharedFile:
         """How the user would name it."""
         return f"{self.store.url}/{self.name}"
 
-    def reader(self) -> FileReader:
-        """The open file; only for the jobs of this file."""
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """As ``FileReader.read_into``; only for the jobs of this file."""
+        self._open().read_into(offset, view)
+        self._report(len(view))
+
+    def read_blocks_into(self, view: memoryview, **where: Any) -> None:
+        """As ``FileReader.read_blocks_into``; only for the jobs of this file."""
+        self._open().read_blocks_into(view, **where)
+        self._report(len(view))
+
+    def _report(self, nbytes: int) -> None:
+        if self._progress is not None:
+            for at in range(0, nbytes, STRIDE):
+                self._progress.advance(min(STRIDE, nbytes - at))
+
+    def _open(self) -> FileReader:
         with self._lock:
             if self._reader is None:
                 self._reader = self.store.open(self.name)

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from holdfast._format.item_table import StorageInfo
 from holdfast._plan.flatten import Structure
-from holdfast._storage.record import StorageInfo
-from holdfast._storage.shelf import shelf_of
+from holdfast._storage.item_places import places_of
 from holdfast.errors import CheckpointNotFoundError, MetadataFormatError, PlanError
 from holdfast.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
@@ -48,7 +48,7 @@ def join_parts(parts: Mapping[int, Metadata], *, rank: int, world_size: int, pat
 
 def _world_size(parts: Mapping[int, Metadata], rank: int, world_size: int) -> int:
     """How many ranks saved. torch does not record it: then as many as there are parts, as far as is seen."""
-    recorded = [shelf.manifest.world_size for part in parts.values() if (shelf := shelf_of(part))]
+    recorded = [places.manifest.world_size for part in parts.values() if (places := places_of(part))]
     if not any(recorded) and set(parts) == {rank}:
         return world_size
     return max(*recorded, *parts, max(parts) + 1) if recorded else max(parts) + 1

@@ -1,22 +1,22 @@
-"""Reading a checkpoint from a ByteStore: its metadata, and all that a plan asks for."""
+"""Owns reading a checkpoint from a ByteStore: its metadata, and all that a plan asks for."""
 
 from collections.abc import Callable
 
 from holdfast._format.metadata_file import FILE_NAME
 from holdfast._io import pool
 from holdfast._io.pool import Budget, Cancellation
+from holdfast._io.progress import ProgressTracker
 from holdfast._io.store import ByteStore
-from holdfast._storage.delivery import Counter
+from holdfast._storage.destinations import PlannerCalls
+from holdfast._storage.item_reader import Chunk, ItemReader, ReadContext
 from holdfast._storage.metadata_reading import load_metadata
 from holdfast._storage.names import is_data_file, is_rank_metadata
 from holdfast._storage.object_reader import object_job
 from holdfast._storage.open_files import SharedFile
 from holdfast._storage.own_parts import join_parts
-from holdfast._storage.packs import is_small, pack_jobs
-from holdfast._storage.source import Chunk, ReadContext, Source
+from holdfast._storage.read_requests import FileRequest, chunk_of, sort_by_file
+from holdfast._storage.small_reads import SmallTensors, is_small, small_tensor_jobs
 from holdfast._storage.tensor_reader import tensor_jobs
-from holdfast._storage.wanted import Wanted, chunk_of, sort_by_file
-from holdfast._storage.whole import whole_jobs
 from holdfast.errors import CheckpointNotFoundError, TruncatedFileError
 from holdfast.extension import ExtensionRegistry
 from holdfast.metadata import Metadata
@@ -88,54 +88,64 @@ def read_items(
     threads: int,
     budget: int,
     verify: bool,
+    progress: ProgressTracker | None = None,
 ) -> None:
-    """Read every item of a plan and hand it to the planner.
+    """Read every item of a plan and give it to the planner.
 
-    Before the first one is handed over, every file is known to be there, and to be long enough.
+    Before the first one is given, every file is known to be there, and to be long enough.
     Objects come before tensors, so that one that is refused is found before a tensor is overwritten.
+
+    Args:
+        store: The checkpoint.
+        plan: What to read.
+        planner: Gets it.
+        metadata: The checkpoint's metadata.
+        registry: Makes transforms from their descriptors.
+        threads: How many threads read.
+        budget: The most bytes of scratch memory.
+        verify: Whether checksums are compared.
+        progress: Told of the bytes that are read.
     """
     cancellation = Cancellation()
-    counter = Counter(planner)
-    context = ReadContext(counter, registry, Budget(budget, cancellation), cancellation, verify)
+    calls = PlannerCalls(planner)
+    context = ReadContext(calls, registry, Budget(budget, cancellation), cancellation, verify)
     files: list[SharedFile] = []
     try:
-        wanted = sort_by_file(plan, planner, metadata)
-        _check_sizes(store, wanted)
+        requests = sort_by_file(plan, planner, metadata)
+        _check_sizes(store, requests)
         for kind in (_object_jobs, _tensor_jobs):
             jobs: list[Callable[[], None]] = []
-            for name, of_file in wanted.items():
-                file = SharedFile(store, name)
+            for name, request in requests.items():
+                file = SharedFile(store, name, progress)
                 files.append(file)
-                jobs += [file.job(work) for work in kind(context, file, of_file, metadata)]
+                jobs += [file.job(work) for work in kind(context, file, request, metadata)]
             pool.run(jobs, threads=threads, cancellation=cancellation)
     except BaseException as error:
-        _say_what_changed(error, counter.touched)
+        _say_what_changed(error, calls.touched)
         raise
     finally:
         for file in files:
             file.close()
 
 
-def _check_sizes(store: ByteStore, wanted: dict[str, Wanted]) -> None:
-    """Raise unless every file is there, and as long as what is wanted of it needs."""
+def _check_sizes(store: ByteStore, requests: dict[str, FileRequest]) -> None:
+    """Raise unless every file is there, and as long as what is needed of it."""
     sizes = store.list()
-    for name, of_file in wanted.items():
-        key, path = of_file.first_key(), f"{store.url}/{name}"
+    for name, request in requests.items():
+        (key, end), path = request.last, f"{store.url}/{name}"
         size = sizes.get(name)
         if size is None:
             try:
                 # Something else than a file, or a name that must not be used, has an error of its own.
-                store.open(name).close()
+                with store.open(name) as file:
+                    size = file.nbytes
             except CheckpointNotFoundError as error:
                 raise CheckpointNotFoundError(
-                    f"{key} and {len(of_file) - 1} more: {name} of the checkpoint {store.url} is missing",
+                    f"{key} and {len(request) - 1} more: {name} of the checkpoint {store.url} is missing",
                     key=key,
                     path=path,
                 ) from error
-            continue
-        short = of_file.reaching_beyond(size)
-        if short is not None:
-            key, end = short
+        if end > size:
             raise TruncatedFileError(
                 f"{key}: {path} has {size} bytes, expected at least {end}. "
                 "Restore the file, or load another checkpoint.",
@@ -147,30 +157,31 @@ def _check_sizes(store: ByteStore, wanted: dict[str, Wanted]) -> None:
 
 
 def _object_jobs(
-    context: ReadContext, file: SharedFile, wanted: Wanted, _: Metadata
+    context: ReadContext, file: SharedFile, request: FileRequest, _: Metadata
 ) -> list[Callable[[], None]]:
     return [
-        object_job(Source(context, file, place), item)
-        for place, item in wanted.lines
+        object_job(ItemReader(context, file, info), item)
+        for info, item in request.lines
         if item.type == LoadItemType.BYTE_IO
     ]
 
 
 def _tensor_jobs(
-    context: ReadContext, file: SharedFile, wanted: Wanted, metadata: Metadata
+    context: ReadContext, file: SharedFile, request: FileRequest, metadata: Metadata
 ) -> list[Callable[[], None]]:
     jobs: list[Callable[[], None]] = []
     small: list[tuple[Chunk, ReadItem]] = []
-    for place, item in wanted.lines:
+    for info, item in request.lines:
         if item.type == LoadItemType.BYTE_IO:
             continue
-        chunk = chunk_of(place, item.storage_index, metadata)
+        chunk = chunk_of(info, item.storage_index, metadata)
         if is_small(chunk, item):
             small.append((chunk, item))
         else:
-            jobs += tensor_jobs(Source(context, file, place), chunk, item)
-    packs = [] if wanted.whole is None else whole_jobs(context, file, wanted.whole)
-    return [*packs, *pack_jobs(context, file, small), *jobs]
+            jobs += tensor_jobs(ItemReader(context, file, info), chunk, item)
+    groups = [request.small] if request.small else []
+    groups.append(SmallTensors.of_lines(context, small))
+    return [*(job for group in groups for job in small_tensor_jobs(context, file, group)), *jobs]
 
 
 def _say_what_changed(error: BaseException, touched: list[str]) -> None:

@@ -1,153 +1,135 @@
-"""What was written where, as columns: the results of a save without an object for each."""
+"""Owns what was written where, as columns: the results of a save without an object for each item."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from holdfast._deferred import DeferredList
+from holdfast._format.item_table import COLUMNS, StorageInfo, default_number
 from holdfast._plan.interning import pack, unpack
-from holdfast._plan.metadata_entries import column_of
-from holdfast._storage.record import StorageInfo
 from holdfast.metadata import MetadataIndex
 from holdfast.storage import WriteResult
 
-__all__ = ["NUMBERS", "Notes", "ResultColumns", "Results", "result_columns"]
+__all__ = ["ResultColumns", "Results", "WrittenItems", "result_columns"]
 
-NUMBERS = (
-    *("offset", "hint", "file", "start", "nbytes", "payload_start", "payload_nbytes", "raw_nbytes"),
-    *("wrap", "blocks"),
-)
-"""The numbers that are kept for each item: see :class:`Notes`."""
+_DEFAULTS = {column.name: default_number(field) for field, column in COLUMNS.items()}
+_NAMES = ("chunk_offsets", "hints", *_DEFAULTS)
+_LISTS = {column.listed_in: None for column in COLUMNS.values() if column.listed_in}
+
+Lists = Mapping[str, Sequence[Any]]
+"""What the numbers of some columns refer to, by the name of the list in the manifest."""
 
 
-class Notes:
-    """The places of items, while they are being written.
+class WrittenItems:
+    """Items while they are being written: one number for each column of the item table and item.
+
+    A column that stays empty has the default of its field for all items.
 
     Attributes:
         keys: The flat key of each item.
-        offset: The number of its offset among those of the plan; -1 for what is not a tensor.
-        hint: Its place among the chunks of its key; -1 if that is not known.
-        file: The number of its file.
-        start: Where it begins in the file.
-        nbytes: How long it is there.
-        payload_start: Where the checked bytes begin in it.
-        payload_nbytes: How many they are.
-        raw_nbytes: Its length before transforms.
-        wrap: The checksum of what is around the checked bytes.
-        blocks: How many checksums of blocks it has.
+        columns: The columns of the item table; ``chunk_offsets``, the number of each item's offset among
+            those of the plan, -1 for what is not a tensor; and ``hints``, its place among the chunks of its
+            key, -1 if that is not known.
         checksums: The checksums of all blocks of all items.
     """
 
-    __slots__ = ("checksums", "keys", *NUMBERS)
-
-    offset: list[int]
-    hint: list[int]
-    file: list[int]
-    start: list[int]
-    nbytes: list[int]
-    payload_start: list[int]
-    payload_nbytes: list[int]
-    raw_nbytes: list[int]
-    wrap: list[int]
-    blocks: list[int]
+    __slots__ = ("checksums", "columns", "keys")
 
     def __init__(self) -> None:
         self.keys: list[str] = []
-        for name in NUMBERS:
-            setattr(self, name, [])
+        self.columns: dict[str, list[int]] = {name: [] for name in _NAMES}
         self.checksums = bytearray()
 
-    def extend(self, other: "Notes") -> None:
+    def add(self, keys: Iterable[str], checksums: bytes | bytearray, **numbers: Iterable[int]) -> None:
+        """Add some items: for each named column the number of each item."""
+        self.keys += keys
+        self.checksums += checksums
+        for name, of_items in numbers.items():
+            self.columns[name] += of_items
+
+    def extend(self, other: "WrittenItems") -> None:
         """Add those of another file."""
-        for name in ("keys", *NUMBERS, "checksums"):
-            getattr(self, name).extend(getattr(other, name))
+        self.add(other.keys, other.checksums, **other.columns)
 
-    def sealed(
-        self,
-        offsets: Sequence[torch.Size | None],
-        files: list[str],
-        descriptors: tuple[str, ...] | None,
-    ) -> "ResultColumns":
-        """All of it as columns that do not change any more."""
-        numbers = array("q")
-        for name in NUMBERS:
-            numbers.extend(getattr(self, name))
-        return ResultColumns(self.keys, numbers.tobytes(), bytes(self.checksums), offsets, files, descriptors)
+    def sealed(self, chunk_offsets: Sequence[torch.Size | None], lists: Lists) -> "ResultColumns":
+        """All of it as columns that do not change any more.
+
+        Args:
+            chunk_offsets: The offsets that items refer to.
+            lists: The files, the transforms and whatever else numbers refer to. One that is missing has
+                None alone.
+        """
+        columns = {
+            name: array("q", _shortened(self.columns[name] or [_DEFAULTS.get(name, -1)])).tobytes()
+            for name in _NAMES
+        }
+        known = {name: list(lists.get(name, [None])) for name in _LISTS}
+        return ResultColumns(self.keys, columns, bytes(self.checksums), chunk_offsets, known)
 
 
+def _shortened(numbers: list[int]) -> list[int]:
+    """One number for a column that has the same number everywhere."""
+    return numbers[:1] if numbers.count(numbers[0]) == len(numbers) else numbers
+
+
+@dataclass(frozen=True, eq=False)
 class ResultColumns:
-    """The places of items.
+    """The items that were written.
 
     Attributes:
         keys: The flat key of each item.
-        numbers: For each of ``NUMBERS`` a row of integers, one for each item.
+        columns: Each column's numbers, or one number if all are the same; 64 bits each.
         checksums: The checksums of all blocks of all items, 4 bytes each.
-        offsets: The offsets that items refer to.
-        files: The names of the files that items refer to.
-        descriptors: The transforms that all items went through.
+        chunk_offsets: The offsets that the column of this name refers to.
+        lists: What the numbers of other columns refer to.
     """
 
-    __slots__ = ("checksums", "descriptors", "files", "keys", "numbers", "offsets")
-
-    def __init__(
-        self,
-        keys: list[str],
-        numbers: bytes,
-        checksums: bytes,
-        offsets: Sequence[torch.Size | None],
-        files: list[str],
-        descriptors: tuple[str, ...] | None,
-    ) -> None:
-        self.keys = keys
-        self.numbers = (
-            torch.frombuffer(bytearray(numbers), dtype=torch.int64).view(len(NUMBERS), -1)
-            if numbers
-            else torch.empty(len(NUMBERS), 0, dtype=torch.int64)
-        )
-        self.checksums = checksums
-        self.offsets = offsets
-        self.files = files
-        self.descriptors = descriptors
+    keys: list[str]
+    columns: dict[str, bytes]
+    checksums: bytes
+    chunk_offsets: Sequence[torch.Size | None]
+    lists: Lists
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def column(self, name: str) -> torch.Tensor:
-        """One of the numbers, for all items."""
-        return self.numbers[NUMBERS.index(name)]
+        """One of the columns: a number for each item."""
+        return torch.frombuffer(bytearray(self.columns[name]), dtype=torch.int64).expand(len(self.keys))
 
     def results(self) -> Iterator[WriteResult]:
         """The result of each item as a record."""
-        offsets = [*self.offsets, None]
+        columns = {name: self.column(name).tolist() for name in _NAMES}
+        offsets = [*self.chunk_offsets, None]
         at = 0
-        rows = zip(self.keys, *self.numbers.tolist(), strict=True)
-        for key, offset, hint, file, start, nbytes, payload, payload_nbytes, raw, wrap, blocks in rows:
-            sums = self.checksums[at : at + 4 * blocks]
-            at += 4 * blocks
-            place = StorageInfo(
-                self.files[file], start, nbytes, self.descriptors, payload, payload_nbytes, raw, sums, wrap
-            )
-            index = MetadataIndex(key, offsets[offset], None if hint < 0 else hint)
-            yield WriteResult(index, nbytes, place)
+        for row, key in enumerate(self.keys):
+            values: dict[str, Any] = {}
+            for field, column in COLUMNS.items():
+                number = columns[column.name][row]
+                values[field] = self.lists[column.listed_in][number] if column.listed_in else number
+            end = at + 4 * columns["blocks"][row]
+            values["checksums"], at = self.checksums[at:end], end
+            hint = columns["hints"][row]
+            index = MetadataIndex(key, offsets[columns["chunk_offsets"][row]], None if hint < 0 else hint)
+            yield WriteResult(index, values["length"], StorageInfo(**values))
 
     def __reduce__(self) -> Any:
-        offsets = [None if offset is None else tuple(offset) for offset in self.offsets]
-        rest = (column_of(self.numbers), self.checksums, offsets, self.files, self.descriptors)
-        return _as_received, (pack(self.keys), *rest)
+        offsets = [None if offset is None else tuple(offset) for offset in self.chunk_offsets]
+        return _as_received, (pack(self.keys), self.columns, self.checksums, offsets, self.lists)
 
 
 def _as_received(
     keys: bytes,
-    numbers: bytes,
+    columns: dict[str, bytes],
     checksums: bytes,
-    offsets: list[tuple[int, ...] | None],
-    files: list[str],
-    descriptors: tuple[str, ...] | None,
+    chunk_offsets: list[tuple[int, ...] | None],
+    lists: Lists,
 ) -> ResultColumns:
-    sizes = [None if offset is None else torch.Size(offset) for offset in offsets]
-    return ResultColumns(list(unpack(keys, list)), numbers, checksums, sizes, files, descriptors)
+    sizes = [None if offset is None else torch.Size(offset) for offset in chunk_offsets]
+    return ResultColumns(list(unpack(keys, list)), columns, checksums, sizes, lists)
 
 
 class Results(DeferredList[WriteResult]):
@@ -169,30 +151,26 @@ class Results(DeferredList[WriteResult]):
         return super().__reduce_ex__(protocol)
 
 
-def result_columns(results: Sequence[WriteResult]) -> list[ResultColumns]:
-    """Results as columns, whatever they are: one set of columns for each stack of transforms."""
+def result_columns(results: Sequence[WriteResult]) -> ResultColumns:
+    """Results as columns, whatever they are."""
     if isinstance(results, Results) and results.columns is not None:
-        return [results.columns]
-    made: dict[tuple[str, ...] | None, tuple[Notes, list[Any], dict[str, int]]] = {}
-    for result in results:
-        info: StorageInfo = result.storage_data
-        descriptors = tuple(info.transform_descriptors) if info.transform_descriptors else None
-        notes, offsets, files = made.setdefault(descriptors, (Notes(), [], {}))
-        hint = result.index.index
-        notes.keys.append(result.index.fqn)
-        notes.offset.append(-1 if result.index.offset is None else len(offsets))
-        offsets.append(result.index.offset)
-        notes.hint.append(-1 if hint is None else hint)
-        notes.file.append(files.setdefault(info.relative_path, len(files)))
-        notes.start.append(info.offset)
-        notes.nbytes.append(info.length)
-        notes.payload_start.append(info.payload_offset)
-        notes.payload_nbytes.append(info.payload_nbytes)
-        notes.raw_nbytes.append(info.raw_nbytes)
-        notes.wrap.append(info.wrap_checksum)
-        notes.blocks.append(len(info.checksums) // 4)
-        notes.checksums += info.checksums
-    return [
-        notes.sealed(offsets, list(files), descriptors)
-        for descriptors, (notes, offsets, files) in made.items()
-    ]
+        return results.columns
+    items = WrittenItems()
+    lists: dict[str, dict[Any, int]] = {name: {} for name in _LISTS}
+    offsets = [result.index.offset for result in results]
+    for row, result in enumerate(results):
+        index, info = result.index, result.storage_data
+        numbers = {
+            "chunk_offsets": -1 if index.offset is None else row,
+            "hints": -1 if index.index is None else index.index,
+        }
+        for field, column in COLUMNS.items():
+            value = getattr(info, field)
+            if column.listed_in:
+                values = lists[column.listed_in]
+                value = (tuple(value) or None) if isinstance(value, list | tuple) else value
+                numbers[column.name] = values.setdefault(value, len(values))
+            else:
+                numbers[column.name] = len(value) // 4 if field == "checksums" else value
+        items.add([index.fqn], info.checksums, **{name: [number] for name, number in numbers.items()})
+    return items.sealed(offsets, {name: list(values) for name, values in lists.items()})

@@ -15,7 +15,7 @@ from holdfast._plan.planner_values import own_values
 from holdfast._plan.read_columns import ReadColumns, ReadItems
 from holdfast._ranks.exchange import Exchange
 from holdfast._storage.broadcast_source import BroadcastSource
-from holdfast._storage.shelf import Shelf, shelf_of
+from holdfast._storage.item_places import ItemPlaces, places_of
 from holdfast._tensors.chunks import is_tensor, local_parts
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner
@@ -73,11 +73,11 @@ def read_together(
 def _names_of(plan: LoadPlan, planner: LoadPlanner, metadata: Metadata) -> "_Names | None":
     """The lines of a plan by name; None if somebody may have changed them."""
     lines: Any = plan.items
-    shelf = shelf_of(metadata)
+    places = places_of(metadata)
     columns = lines.columns if isinstance(lines, ReadItems) else None
-    if columns is None or shelf is None or columns.directory is not shelf.directory:
+    if columns is None or places is None or columns.directory is not places.directory:
         return None
-    return _Names(columns, shelf, planner)
+    return _Names(columns, places, planner)
 
 
 _Group = tuple[tuple[int, ...], bytes]
@@ -87,9 +87,9 @@ _Group = tuple[tuple[int, ...], bytes]
 class _Names:
     """This rank's lines by names that mean the same on every rank."""
 
-    def __init__(self, columns: ReadColumns, shelf: Shelf, planner: LoadPlanner) -> None:
+    def __init__(self, columns: ReadColumns, places: ItemPlaces, planner: LoadPlanner) -> None:
         self.columns = columns
-        self.shelf = shelf
+        self.places = places
         # Who asks its planner for each tensor reads in other portions than who does not.
         self.values = own_values(planner, "resolve_tensor")
         self.lines: dict[int, int] = {}
@@ -106,7 +106,7 @@ class _Names:
             box = columns.boxes.get(number)
             part = None if box is None else (tuple(box.storage_offsets), tuple(box.lengths))
             form = None
-            if self.shelf.payload_nbytes[row] < 0:
+            if self.places.payload_nbytes[row] < 0:
                 # How torch's items are read depends on the memory that they go to.
                 if self.values is None:
                     continue
@@ -122,8 +122,8 @@ class _Names:
     def nbytes(self, number: int) -> int:
         """About how many bytes a line reads."""
         row, box = self.columns.rows[number], self.columns.boxes.get(number)
-        stored = max(self.shelf.nbytes[row], 0)
-        if box is None or not self.shelf.payload_nbytes[row] > 0:
+        stored = max(self.places.nbytes[row], 0)
+        if box is None or not self.places.payload_nbytes[row] > 0:
             return stored
         return min(stored, 8 * box.lengths.numel())
 

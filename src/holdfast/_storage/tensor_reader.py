@@ -1,11 +1,11 @@
-"""Boxes of stored tensors to their destinations: straight into the memory where that can be."""
+"""Owns which jobs read a box of a stored tensor: by ranges, through its transforms, or with torch."""
 
 from collections.abc import Callable
 from typing import Any
 
-from holdfast._storage.delivery import Delivery
-from holdfast._storage.parts import Reading, parts_for
-from holdfast._storage.source import Chunk, Source, naming
+from holdfast._storage.destinations import Destination
+from holdfast._storage.item_reader import Chunk, ItemReader, naming
+from holdfast._storage.ranges import RangeRead, ranges_for
 from holdfast._storage.torch_written import deliver_torch_written
 from holdfast._storage.transformed import deliver_transformed
 from holdfast.planner import ReadItem
@@ -16,24 +16,24 @@ __all__ = ["tensor_jobs"]
 _PIECE = 32 * 1024 * 1024
 
 
-def tensor_jobs(source: Source, chunk: Chunk, item: ReadItem) -> list[Callable[[], None]]:
+def tensor_jobs(reader: ItemReader, chunk: Chunk, item: ReadItem) -> list[Callable[[], None]]:
     """Jobs that together read one box of a stored chunk."""
-    delivery = Delivery(source.context.counter, item, chunk.dtype)
-    if source.place.transform_descriptors:
-        return [_job(delivery, lambda: deliver_transformed(source, chunk, delivery))]
-    if not source.place.is_checked:
-        return [_job(delivery, lambda: deliver_torch_written(source, chunk, delivery))]
-    parts = list(parts_for(chunk, delivery, _PIECE))
-    if not parts:
-        return [_job(delivery, delivery.target)]
-    delivery.waiting = len(parts)
-    return [_job(delivery, Reading(source, chunk, delivery, part).deliver) for part in parts]
+    destination = Destination(reader.context.calls, item, chunk.dtype)
+    if reader.info.transform_descriptors:
+        return [_job(destination, lambda: deliver_transformed(reader, chunk, destination))]
+    if not reader.info.is_checked:
+        return [_job(destination, lambda: deliver_torch_written(reader, chunk, destination))]
+    ranges = list(ranges_for(chunk, destination, _PIECE))
+    if not ranges:
+        return [_job(destination, destination.target)]
+    destination.waiting = len(ranges)
+    return [_job(destination, RangeRead(reader, chunk, destination, piece).deliver) for piece in ranges]
 
 
-def _job(delivery: Delivery, work: Callable[[], Any]) -> Callable[[], None]:
+def _job(destination: Destination, work: Callable[[], Any]) -> Callable[[], None]:
     def job() -> None:
-        with naming(delivery.key):
+        with naming(destination.key):
             work()
-            delivery.arrived()
+            destination.arrived()
 
     return job

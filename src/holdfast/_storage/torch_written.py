@@ -1,58 +1,87 @@
-"""Tensors that torch wrote: their elements lie somewhere in the container, in an order of their own."""
+"""Owns the reading of tensors that torch wrote: their elements lie somewhere in the container, in any order.
+
+What cannot be read by ranges, torch reads: unusual strides, lazy conjugates, other byte orders.
+"""
 
 import io
 from dataclasses import replace
 
 import torch
 
+from holdfast._format.item_table import StorageInfo
 from holdfast._format.torch_item_reader import TensorLayout, read_item_layout
 from holdfast._geometry import row_major_strides, volume
-from holdfast._io.blocks import BLOCK_SIZE, crc32
-from holdfast._storage.boxes import SCRATCH
-from holdfast._storage.delivery import Delivery
-from holdfast._storage.loaded import deliver_loaded
-from holdfast._storage.parts import Reading, parts_for
-from holdfast._storage.record import StorageInfo
-from holdfast._storage.source import Chunk, Source, filled
-from holdfast.errors import ChecksumError
+from holdfast._io.blocks import BLOCK_SIZE
+from holdfast._objects.container import refuse_compressed
+from holdfast._storage.destinations import Destination
+from holdfast._storage.item_reader import Chunk, ItemReader
+from holdfast._storage.ranges import SCRATCH, RangeRead, ranges_for
+from holdfast.errors import ChecksumError, IntegrityError
 from holdfast.planner import ReadItem
 
-__all__ = ["deliver_torch_written"]
+__all__ = ["deliver_loaded", "deliver_torch_written"]
 
 
-def deliver_torch_written(source: Source, chunk: Chunk, delivery: Delivery) -> None:
+def deliver_torch_written(reader: ItemReader, chunk: Chunk, destination: Destination) -> None:
     """Read the box of an item that torch wrote; only its bytes, where the elements lie one by one."""
-    place = source.place
-    layout = read_item_layout(source.read_at, place.length, path=source.file.path, key=delivery.key)
+    info = reader.info
+    layout = read_item_layout(reader.read_at, info.length, path=reader.file.path, key=destination.key)
     order = None if layout is None else _order_in_memory(layout, chunk)
     if layout is None or order is None:
-        whole = filled(place.length, lambda view: source.file.reader().read_into(place.offset, view))
-        deliver_loaded(io.BytesIO(whole), chunk, delivery)
+        deliver_loaded(io.BytesIO(reader.read_unchecked()), chunk, destination)
         return
     start = layout.payload_offset + layout.storage_offset * chunk.dtype.itemsize
     if order != sorted(order):
         # A transposed or channels-last tensor is a row-major one with its dimensions in another order.
         chunk = chunk._replace(shape=tuple(chunk.shape[d] for d in order))
-        delivery = _Reordered(delivery, order)
+        destination = _Reordered(destination, order)
     # Also where there is nothing to read: it counts as delivered.
-    delivery.target()
-    is_whole = tuple(delivery.item.lengths) == chunk.shape and chunk.nbytes == layout.payload_nbytes
-    memory = delivery.memory() if is_whole else None
-    if memory is not None:
-        _read_whole(source, place.offset + start, memory, layout.crc32)
-        return
-    # Part of a payload cannot be checked: torch keeps one checksum for the whole.
-    inner = Source(
-        source.context,
-        source.file,
-        StorageInfo(place.relative_path, place.offset, place.length, None, start),
+    destination.target()
+    inner = ItemReader(
+        reader.context,
+        reader.file,
+        StorageInfo(info.relative_path, info.offset, info.length, None, start),
     )
+    # Part of a payload cannot be checked: torch keeps one checksum for the whole.
+    is_whole = tuple(destination.item.lengths) == chunk.shape and chunk.nbytes == layout.payload_nbytes
     found = 0
-    for part in parts_for(chunk, delivery, SCRATCH):
-        source.context.cancellation.check()
-        found = Reading(inner, chunk, delivery, part).deliver(found if is_whole else None)
-    if is_whole:
-        _compare(source, place.offset + start, layout.crc32, found)
+    # Checked while it is in cache.
+    for piece in ranges_for(chunk, destination, BLOCK_SIZE if is_whole else SCRATCH):
+        reader.context.cancellation.check()
+        found = RangeRead(inner, chunk, destination, piece).deliver(found if is_whole else None)
+    if is_whole and reader.context.verify and layout.crc32 is not None and found != layout.crc32:
+        raise ChecksumError(
+            f"{reader.file.path}: the tensor's bytes at {info.offset + start} are not the ones that were "
+            "written",
+            path=reader.file.path,
+            expected=layout.crc32,
+            found=found,
+        )
+
+
+def deliver_loaded(content: io.BytesIO, chunk: Chunk, destination: Destination) -> None:
+    """Let torch read a whole container, under its weights-only rules, and copy the box that is wanted."""
+    refuse_compressed(content)
+    try:
+        tensor = torch.load(content, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise IntegrityError(
+            f"{chunk.info.relative_path}: the item at {chunk.info.offset} cannot be read: {error}",
+            path=chunk.info.relative_path,
+        ) from error
+    found = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, torch.Tensor) else type(tensor)
+    if found != (chunk.shape, chunk.dtype):
+        raise IntegrityError(
+            f"{chunk.info.relative_path} has at {chunk.info.offset} {found}, where its metadata says "
+            f"{(chunk.shape, chunk.dtype)}",
+            path=chunk.info.relative_path,
+            expected=(chunk.shape, chunk.dtype),
+            found=found,
+        )
+    item = destination.item
+    for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        tensor = tensor.narrow(dimension, start, length)
+    destination.put((0,) * tensor.dim(), tensor.detach())
 
 
 def _order_in_memory(layout: TensorLayout, chunk: Chunk) -> list[int] | None:
@@ -77,10 +106,10 @@ def _order_in_memory(layout: TensorLayout, chunk: Chunk) -> list[int] | None:
     return order if dense else None
 
 
-class _Reordered(Delivery):
-    """A delivery that is seen with its dimensions in another order."""
+class _Reordered(Destination):
+    """A destination that is seen with its dimensions in another order."""
 
-    def __init__(self, inner: Delivery, order: list[int]) -> None:
+    def __init__(self, inner: Destination, order: list[int]) -> None:
         item = inner.item
 
         def reordered(sizes: torch.Size) -> torch.Size:
@@ -92,29 +121,10 @@ class _Reordered(Delivery):
             dest_offsets=reordered(item.dest_offsets),
             lengths=reordered(item.lengths),
         )
-        super().__init__(inner.counter, seen, inner.dtype)
+        super().__init__(inner.calls, seen, inner.dtype)
         self.inner = inner
         self.order = order
 
     def target(self) -> torch.Tensor:
         """Where it goes, in that order."""
         return self.inner.target().permute(self.order)
-
-
-def _read_whole(source: Source, offset: int, memory: memoryview, expected: int | None) -> None:
-    found = 0
-    for at in range(0, len(memory), BLOCK_SIZE):
-        piece = memory[at : at + BLOCK_SIZE]
-        source.file.reader().read_into(offset + at, piece)
-        found = crc32(piece, found)
-    _compare(source, offset, expected, found)
-
-
-def _compare(source: Source, offset: int, expected: int | None, found: int) -> None:
-    if source.context.verify and expected is not None and found != expected:
-        raise ChecksumError(
-            f"{source.file.path}: the tensor's bytes at {offset} are not the ones that were written",
-            path=source.file.path,
-            expected=expected,
-            found=found,
-        )

@@ -1,4 +1,4 @@
-"""Items behind stream transforms: undone from front to back, never larger than declared."""
+"""Owns the reading of items with stream transforms: undone from front to back, never larger than declared."""
 
 import io
 from collections.abc import Iterator
@@ -8,9 +8,9 @@ import torch
 
 from holdfast._format.torch_item import tensor_item
 from holdfast._io.blocks import crc32
-from holdfast._storage.delivery import Delivery
-from holdfast._storage.loaded import deliver_loaded
-from holdfast._storage.source import Chunk, Source
+from holdfast._storage.destinations import Destination
+from holdfast._storage.item_reader import Chunk, ItemReader
+from holdfast._storage.torch_written import deliver_loaded
 from holdfast._tensors.host import memory_of
 from holdfast.errors import ChecksumError, IntegrityError, MetadataFormatError
 from holdfast.extension import StreamTransformExtension
@@ -24,90 +24,90 @@ _ROWS = 4 << 20
 _LARGEST_UNDECLARED = 4 << 30
 
 
-def undo_transforms(source: Source) -> Any:
+def undo_transforms(reader: ItemReader) -> Any:
     """The item's container as a stream."""
-    stream: Any = source.stream()
-    descriptors = list(source.place.transform_descriptors or ())
+    stream: Any = reader.stream()
+    descriptors = list(reader.info.transform_descriptors or ())
     if len(descriptors) > _MOST_TRANSFORMS:
         raise MetadataFormatError(
-            f"{source.file.path}: the item at {source.place.offset} has {len(descriptors)} transforms; more "
+            f"{reader.file.path}: the item at {reader.info.offset} has {len(descriptors)} transforms; more "
             f"than {_MOST_TRANSFORMS} are not undone",
-            path=source.file.path,
+            path=reader.file.path,
             found=len(descriptors),
         )
-    for extension in source.context.registry.from_descriptor_list(descriptors):
+    for extension in reader.context.registry.from_descriptor_list(descriptors):
         if isinstance(extension, StreamTransformExtension):
             stream = extension.transform_from(stream)
     return stream
 
 
-def read_transformed(source: Source, *, limit: int = _LARGEST_UNDECLARED) -> bytes:
+def read_transformed(reader: ItemReader, *, limit: int = _LARGEST_UNDECLARED) -> bytes:
     """The whole container.
 
     Raises:
         IntegrityError: It is larger than declared, or than ``limit`` where nothing is declared.
     """
-    place = source.place
-    declared = place.raw_nbytes if place.raw_nbytes >= 0 else None
+    info = reader.info
+    declared = info.raw_nbytes if info.raw_nbytes >= 0 else None
     limit = limit if declared is None else declared
-    collected, stream = io.BytesIO(), undo_transforms(source)
+    collected, stream = io.BytesIO(), undo_transforms(reader)
     while piece := stream.read(_STEP):
         collected.write(piece)
         if collected.tell() > limit:
             raise IntegrityError(
-                f"{source.file.path}: the item at {place.offset} inflates beyond {limit} bytes",
-                path=source.file.path,
+                f"{reader.file.path}: the item at {info.offset} inflates beyond {limit} bytes",
+                path=reader.file.path,
                 expected=limit,
             )
     if declared is not None and collected.tell() != declared:
         raise IntegrityError(
-            f"{source.file.path}: the item at {place.offset} has {collected.tell()} bytes behind its "
+            f"{reader.file.path}: the item at {info.offset} has {collected.tell()} bytes behind its "
             f"transforms, expected {declared}",
-            path=source.file.path,
+            path=reader.file.path,
             expected=declared,
             found=collected.tell(),
         )
     return collected.getvalue()
 
 
-def deliver_transformed(source: Source, chunk: Chunk, delivery: Delivery) -> None:
+def deliver_transformed(reader: ItemReader, chunk: Chunk, destination: Destination) -> None:
     """Read a chunk from its beginning, a few rows at a time, and keep of it what the box needs."""
-    if not source.place.is_checked:
+    if not reader.info.is_checked:
         # Inside is a container of torch's, which is little more than the elements.
-        content = read_transformed(source, limit=chunk.nbytes + _STEP)
-        deliver_loaded(io.BytesIO(content), chunk, delivery)
+        content = read_transformed(reader, limit=chunk.nbytes + _STEP)
+        deliver_loaded(io.BytesIO(content), chunk, destination)
         return
-    stream = undo_transforms(source)
+    stream = undo_transforms(reader)
     frame = tensor_item(str(chunk.dtype)[6:], chunk.shape)
-    _fill(stream, memoryview(bytearray(frame.payload_offset(0))), source)
-    memory = delivery.memory() if delivery.item.lengths == chunk.shape else None
+    _fill(stream, memoryview(bytearray(frame.payload_offset(0))), reader)
+    memory = destination.memory() if destination.item.lengths == chunk.shape else None
     checksum = (
-        _fill(stream, memory, source)
+        _fill(stream, memory, reader)
         if memory is not None
-        else _deliver_by_rows(source, stream, chunk, delivery)
+        else _deliver_by_rows(reader, stream, chunk, destination)
     )
     tail = frame.tail(0, checksum)
     if _read_rest(stream, len(tail) + 1) != tail:
         raise ChecksumError(
-            f"{source.file.path}: the item at {source.place.offset} is not what was saved, once its "
+            f"{reader.file.path}: the item at {reader.info.offset} is not what was saved, once its "
             "transforms are undone",
-            path=source.file.path,
+            path=reader.file.path,
         )
 
 
-def _deliver_by_rows(source: Source, stream: Any, chunk: Chunk, delivery: Delivery) -> int:
+def _deliver_by_rows(reader: ItemReader, stream: Any, chunk: Chunk, destination: Destination) -> int:
     """Keep what the box needs of each group of rows; the checksum of all of them."""
     checksum, done, groups = 0, 0, list(_row_groups(chunk))
     largest = max((torch.Size(shape).numel() for shape in groups), default=0)
-    with source.context.budget.hold(largest * chunk.dtype.itemsize):
+    with reader.context.budget.hold(largest * chunk.dtype.itemsize):
         # Taken once: memory that is freed and taken again for each group stays with the thread's heap.
         scratch = torch.empty(largest, dtype=chunk.dtype)
         for shape in groups:
             rows = scratch[: torch.Size(shape).numel()].view(shape)
-            checksum = _fill(stream, memory_of(rows), source, checksum)
-            _deliver_rows(rows, done, delivery)
+            checksum = _fill(stream, memory_of(rows), reader, checksum)
+            _deliver_rows(rows, done, destination)
             done += shape[0] if shape else 0
-    delivery.target()
+    destination.target()
     return checksum
 
 
@@ -118,16 +118,16 @@ def _read_rest(stream: Any, most: int) -> bytes:
     return rest
 
 
-def _fill(stream: Any, view: memoryview, source: Source, checksum: int = 0) -> int:
+def _fill(stream: Any, view: memoryview, reader: ItemReader, checksum: int = 0) -> int:
     """Fill ``view`` from the stream, and continue the checksum while the bytes are in cache."""
     done = 0
     while done < len(view):
         count = stream.readinto(view[done : done + _STEP])
         if not count:
             raise IntegrityError(
-                f"{source.file.path}: the item at {source.place.offset} ends before its tensor does, once "
+                f"{reader.file.path}: the item at {reader.info.offset} ends before its tensor does, once "
                 "its transforms are undone",
-                path=source.file.path,
+                path=reader.file.path,
             )
         checksum = crc32(view[done : done + count], checksum)
         done += count
@@ -145,11 +145,11 @@ def _row_groups(chunk: Chunk) -> Iterator[tuple[int, ...]]:
         yield (min(step, chunk.shape[0] - start), *chunk.shape[1:])
 
 
-def _deliver_rows(rows: torch.Tensor, first_row: int, delivery: Delivery) -> None:
+def _deliver_rows(rows: torch.Tensor, first_row: int, destination: Destination) -> None:
     """Copy the part of some rows of a chunk that is in the box."""
-    item = delivery.item
+    item = destination.item
     if rows.dim() == 0:
-        delivery.put((), rows)
+        destination.put((), rows)
         return
     box_at, box_rows = item.storage_offsets[0], item.lengths[0]
     begin, end = max(first_row, box_at), min(first_row + rows.shape[0], box_at + box_rows)
@@ -158,4 +158,4 @@ def _deliver_rows(rows: torch.Tensor, first_row: int, delivery: Delivery) -> Non
     part = rows[begin - first_row : end - first_row]
     for dimension in range(1, part.dim()):
         part = part.narrow(dimension, item.storage_offsets[dimension], item.lengths[dimension])
-    delivery.put((begin - box_at, *[0] * (part.dim() - 1)), part)
+    destination.put((begin - box_at, *[0] * (part.dim() - 1)), part)

@@ -18,11 +18,12 @@ from holdfast._io.progress import ProgressTracker
 from holdfast._io.store import ByteStore
 from holdfast._plan.planner_values import own_values
 from holdfast._plan.write_columns import TENSOR, columns_of, is_open
-from holdfast._storage.item_writer import PACK, SMALL, ItemWriter
+from holdfast._storage.item_writer import PACK, ItemWriter
 from holdfast._storage.metadata_writing import dump_manifest
 from holdfast._storage.names import is_data_file, is_leftover, is_rank_metadata, shows_a_checkpoint
 from holdfast._storage.reading import read_metadata_file
-from holdfast._storage.results import Notes, Results
+from holdfast._storage.results import Results, WrittenItems
+from holdfast._storage.small_items import SMALL
 from holdfast.errors import CheckpointError, InvalidPlanError, StorageError
 from holdfast.extension import StreamTransformExtension
 from holdfast.metadata import Metadata
@@ -61,7 +62,7 @@ def write_items(
     copy_at_once = max(1 << 20, min(_FILE_BUFFERS, budget // threads - _FILE_BUFFERS))
     finished: list[str] = []
 
-    def job(file_number: int, numbers: Sequence[int]) -> Notes:
+    def job(file_number: int, numbers: Sequence[int]) -> WrittenItems:
         name = name_file(file_number)
         hint = sum(work.nbytes[number] for number in numbers) + 1024 * len(numbers)
         with store.create(name, nbytes_hint=hint, durable=durable) as file:
@@ -73,22 +74,23 @@ def write_items(
                     work.write(writer, portion)
             # What was buffered leaves only now: any of the file's items may be the one that fails.
             with work.naming(numbers):
-                notes = writer.finish()
+                items = writer.finish()
         finished.append(name)
-        return notes
+        return items
 
     jobs = [(lambda number=number, items=items: job(number, items)) for number, items in enumerate(buckets)]
-    written = Notes()
+    written = WrittenItems()
     try:
-        for notes in pool.run(jobs, threads=threads, cancellation=cancellation):
-            written.extend(notes)
+        for items in pool.run(jobs, threads=threads, cancellation=cancellation):
+            written.extend(items)
         if durable and jobs:
             store.sync()
     except BaseException:
         _delete_quietly(store, finished)
         raise
     descriptors = tuple(transform.get_descriptor() for transform in transforms) or None
-    return Results(written.sealed(work.columns.offsets, list(map(name_file, range(len(jobs)))), descriptors))
+    names = list(map(name_file, range(len(jobs))))
+    return Results(written.sealed(work.columns.offsets, {"file_names": names, "transforms": [descriptors]}))
 
 
 class _Work:

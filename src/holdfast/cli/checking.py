@@ -4,7 +4,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from holdfast._format.manifest import Item, ints
+from holdfast._format.description import ints
+from holdfast._format.item_table import StorageInfo
 from holdfast._io.blocks import crc32, split_ranges
 from holdfast._io.store import ByteStore, FileReader
 from holdfast.cli.report import Report
@@ -24,7 +25,7 @@ class KeyedItem(NamedTuple):
     """An item and the key that it belongs to."""
 
     key: str
-    item: Item
+    item: StorageInfo
 
 
 class _Memory(threading.local):
@@ -88,8 +89,8 @@ def holdfast_jobs(
     begin = at = 0
     for keyed in sorted(items, key=lambda keyed: keyed.item.offset):
         item = keyed.item
-        end = item.offset + item.nbytes
-        alone, far = item.nbytes > _SMALL, item.offset - at > _SMALL
+        end = item.offset + item.length
+        alone, far = item.length > _SMALL, item.offset - at > _SMALL
         if batch and (alone or far or end - begin > _PIECE):
             yield _batch_job(file, batch, begin, at)
             batch = []
@@ -123,11 +124,11 @@ def _batch_job(file: _File, batch: list[KeyedItem], begin: int, end: int) -> Job
         at = begin
         for key, item in batch:
             _check_zeros(file, view[at - begin : max(item.offset, at) - begin], at)
-            content = view[item.offset - begin : item.offset - begin + item.nbytes]
+            content = view[item.offset - begin : item.offset - begin + item.length]
             payload_end = item.payload_offset + item.payload_nbytes
             _check_wrap(file, key, item, content[: item.payload_offset], content[payload_end:])
             _check_blocks(file, key, item, content[item.payload_offset : payload_end], 0)
-            at = max(at, item.offset + item.nbytes)
+            at = max(at, item.offset + item.length)
         _check_zeros(file, view[at - begin :], at)
         file.report.advance(end - begin)
 
@@ -139,7 +140,7 @@ def _large_jobs(file: _File, keyed: KeyedItem) -> Iterator[Job]:
 
     def check_wrap() -> None:
         payload_end = item.payload_offset + item.payload_nbytes
-        head, tail = bytearray(item.payload_offset), bytearray(item.nbytes - payload_end)
+        head, tail = bytearray(item.payload_offset), bytearray(item.length - payload_end)
         with file.open() as reader:
             reader.read_into(item.offset, head)
             reader.read_into(item.offset + payload_end, tail)
@@ -183,14 +184,14 @@ def _check_zeros(file: _File, gap: memoryview, offset: int) -> None:
 
 
 def _check_wrap(
-    file: _File, key: str, item: Item, head: memoryview | bytearray, tail: memoryview | bytearray
+    file: _File, key: str, item: StorageInfo, head: memoryview | bytearray, tail: memoryview | bytearray
 ) -> None:
     if crc32(tail, crc32(head)) != item.wrap_checksum:
         message = "the container around the bytes is not the one that was written"
-        file.damage("container", message, key, item.offset, item.nbytes)
+        file.damage("container", message, key, item.offset, item.length)
 
 
-def _check_blocks(file: _File, key: str, item: Item, payload: memoryview, start: int) -> None:
+def _check_blocks(file: _File, key: str, item: StorageInfo, payload: memoryview, start: int) -> None:
     """Check whole blocks, of which the first begins at ``start`` of the item's payload."""
     size = file.block_size
     crcs = ints(item.checksums, "I")

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator
 
-from holdfast._format.inventory import Inventory, StoredChunk, StoredTensor
-from holdfast._format.manifest import Item
+from holdfast._format.inventory import Inventory, StoredChunk, TensorEntry
+from holdfast._format.item_table import StorageInfo
 from holdfast._geometry import Box, check_cover
 from holdfast._io.store import ByteStore
 from holdfast.cli.checking import KeyedItem, holdfast_jobs
@@ -14,7 +14,7 @@ from holdfast.cli.text import shape_text, size_text
 
 __all__ = ["part_jobs", "unused_files"]
 
-Stored = tuple[str, StoredChunk | None, Item]
+Stored = tuple[str, StoredChunk | None, StorageInfo]
 
 
 def part_jobs(
@@ -32,12 +32,12 @@ def part_jobs(
     by_file: dict[str, list[Stored]] = {name: [] for name in part.files}
     for key, chunk, item in part.items():
         if item is not None:
-            by_file[item.file].append((key, chunk, item))
+            by_file[item.relative_path].append((key, chunk, item))
     dtypes = {tensor.key: tensor.dtype for tensor in part.tensors} if part.source == "torch" else {}
     for name, expected in part.files.items():
         items, size = by_file[name], sizes.get(name, 0)
-        lost = [stored[2] for stored in items if stored[2].offset + stored[2].nbytes > size]
-        present = [stored for stored in items if stored[2].offset + stored[2].nbytes <= size]
+        lost = [stored[2] for stored in items if stored[2].offset + stored[2].length > size]
+        present = [stored for stored in items if stored[2].offset + stored[2].length <= size]
         _check_size(part, name, sizes.get(name), items, report)
         if name not in sizes:
             continue
@@ -64,7 +64,7 @@ def _check_size(part: Inventory, name: str, size: int | None, items: list[Stored
         message = "there is no such regular file"
         report.damage("missing file", message, file=name, keys=_keys(items), rank=part.rank)
     elif size < expected:
-        lost = [stored for stored in items if stored[2].offset + stored[2].nbytes > size]
+        lost = [stored for stored in items if stored[2].offset + stored[2].length > size]
         message = f"it has {size:,} bytes, expected {expected:,}"
         report.damage("file too short", message, file=name, keys=_keys(lost), rank=part.rank)
     elif size > expected:
@@ -95,7 +95,7 @@ def _check_entries(part: Inventory, report: Report) -> None:
         _check_coverage(tensor, report)
 
 
-def _check_coverage(tensor: StoredTensor, report: Report) -> None:
+def _check_coverage(tensor: TensorEntry, report: Report) -> None:
     chunks = tensor.chunks
     if len(chunks) == 1 and chunks[0].lengths == tensor.shape:
         return

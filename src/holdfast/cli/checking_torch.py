@@ -9,7 +9,7 @@ from typing import IO, Any, NamedTuple
 
 from holdfast._format.dtypes import DTYPES
 from holdfast._format.inventory import StoredChunk
-from holdfast._format.manifest import Item
+from holdfast._format.item_table import StorageInfo
 from holdfast._format.torch_item_reader import read_item_layout
 from holdfast._format.torch_item_zip import Archive
 from holdfast._geometry import volume
@@ -40,7 +40,7 @@ class TorchItem(NamedTuple):
     """An item with what the metadata says of it; an object has no chunk and no dtype."""
 
     key: str
-    item: Item
+    item: StorageInfo
     chunk: StoredChunk | None
     dtype: str
 
@@ -64,7 +64,7 @@ def torch_jobs(
     nbytes = 0
     for stored in sorted(items, key=lambda stored: stored.item.offset):
         batch.append(stored)
-        nbytes += stored.item.nbytes
+        nbytes += stored.item.length
         if nbytes >= _BATCH:
             yield partial(_check_batch, store, batch, report, rank)
             batch, nbytes = [], 0
@@ -73,7 +73,7 @@ def torch_jobs(
 
 
 def _check_batch(store: ByteStore, batch: list[TorchItem], report: Report, rank: int | None) -> None:
-    with store.open(batch[0].item.file) as reader:
+    with store.open(batch[0].item.relative_path) as reader:
         for stored in batch:
             item = stored.item
             try:
@@ -82,25 +82,25 @@ def _check_batch(store: ByteStore, batch: list[TorchItem], report: Report, rank:
                 report.damage(
                     "checksum" if isinstance(error, ChecksumError) else "archive",
                     _without_path(error, reader.path, stored.key),
-                    file=item.file,
+                    file=item.relative_path,
                     keys=[stored.key],
                     offset=item.offset,
-                    nbytes=item.nbytes,
+                    nbytes=item.length,
                     rank=rank,
                 )
-            report.advance(item.nbytes)
+            report.advance(item.length)
 
 
 def _check_item(reader: FileReader, stored: TorchItem, report: Report) -> None:
     item = stored.item
     read_at = _range_of(reader, item)
-    if item.descriptors:
+    if item.transform_descriptors:
         _check_transformed(read_at, stored, report, reader.path)
         return
-    if item.nbytes <= _PIECE:
+    if item.length <= _PIECE:
         # Small ones are read once, and looked at in memory.
-        read_at = _reading(io.BytesIO(read_at(0, item.nbytes)))
-    _check_archive(read_at, item.nbytes, stored, report, reader.path)
+        read_at = _reading(io.BytesIO(read_at(0, item.length)))
+    _check_archive(read_at, item.length, stored, report, reader.path)
 
 
 def _without_path(error: Exception, path: str, key: str) -> str:
@@ -111,9 +111,9 @@ def _without_path(error: Exception, path: str, key: str) -> str:
     return text
 
 
-def _range_of(reader: FileReader, item: Item) -> ReadAt:
+def _range_of(reader: FileReader, item: StorageInfo) -> ReadAt:
     def read_at(offset: int, nbytes: int) -> bytes:
-        data = bytearray(max(0, min(nbytes, item.nbytes - offset)))
+        data = bytearray(max(0, min(nbytes, item.length - offset)))
         reader.read_into(item.offset + offset, data)
         return bytes(data)
 
@@ -182,13 +182,13 @@ def _check_layout(read_at: ReadAt, nbytes: int, stored: TorchItem, path: str) ->
 
 def _check_transformed(read_at: ReadAt, stored: TorchItem, report: Report, path: str) -> None:
     item = stored.item
-    descriptors = item.descriptors or ()
+    descriptors = item.transform_descriptors or ()
     try:
         extensions = ExtensionRegistry().from_descriptor_list(descriptors)
     except ExtensionError:
         report.leave_unchecked(f"behind {', '.join(descriptors)}, which cannot be undone here")
         return
-    stream: Any = io.BufferedReader(_RangeFile(read_at, item.nbytes), _PIECE)
+    stream: Any = io.BufferedReader(_RangeFile(read_at, item.length), _PIECE)
     for extension in extensions:
         if isinstance(extension, StreamTransformExtension):
             stream = extension.transform_from(stream)

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from holdfast._format.inventory import Inventory, StoredObject, StoredTensor
-from holdfast._format.manifest import Item
+from holdfast._format.inventory import Inventory, ObjectEntry, TensorEntry
+from holdfast._format.item_table import StorageInfo
 from holdfast.cli.exit_codes import FINE
 from holdfast.cli.opening import find_checkpoint
 from holdfast.cli.text import (
@@ -85,7 +85,7 @@ def _tree_rows(
 
 def _facts(entry: Entry) -> tuple[str, str, str, str]:
     """Dtype, shape, size, and what is unusual."""
-    if isinstance(entry, StoredObject):
+    if isinstance(entry, ObjectEntry):
         lost = "" if entry.item else "not stored"
         return "object", "", size_text(entry_nbytes(entry)), lost
     chunks = entry.chunks
@@ -96,8 +96,8 @@ def _facts(entry: Entry) -> tuple[str, str, str, str]:
 
 
 def _totals(part: Inventory, entries: list[Entry]) -> str:
-    tensors = [entry for entry in entries if isinstance(entry, StoredTensor)]
-    objects = [entry for entry in entries if isinstance(entry, StoredObject)]
+    tensors = [entry for entry in entries if isinstance(entry, TensorEntry)]
+    objects = [entry for entry in entries if isinstance(entry, ObjectEntry)]
     text = f"{counted(len(tensors), 'tensor')}, {size_text(sum(map(entry_nbytes, tensors)))}"
     text += f"; {counted(len(objects), 'object')}, {size_text(sum(map(entry_nbytes, objects)))}"
     if len(entries) < len(part.entries):
@@ -111,7 +111,7 @@ def _document(path: str, parts: list[tuple[Inventory, list[Entry]]]) -> dict[str
         {"rank": part.rank, "key": entry.key, **_place(entry.item)}
         for part, of_part in parts
         for entry in of_part
-        if isinstance(entry, StoredObject)
+        if isinstance(entry, ObjectEntry)
     ]
     totals = {
         "tensors": len(tensors),
@@ -123,7 +123,7 @@ def _document(path: str, parts: list[tuple[Inventory, list[Entry]]]) -> dict[str
 
 
 def _is_tensor(entry: Entry) -> bool:
-    return isinstance(entry, StoredTensor)
+    return isinstance(entry, TensorEntry)
 
 
 def _tensor(part: Inventory, entry: Any) -> dict[str, Any]:
@@ -140,13 +140,13 @@ def _tensor(part: Inventory, entry: Any) -> dict[str, Any]:
     }
 
 
-def _place(item: Item | None) -> dict[str, Any]:
+def _place(item: StorageInfo | None) -> dict[str, Any]:
     """Where an item lies; all None if nowhere."""
     if item is None:
         return {"file": None, "offset": None, "stored_nbytes": None, "transforms": []}
     return {
-        "file": item.file,
+        "file": item.relative_path,
         "offset": item.offset,
-        "stored_nbytes": item.nbytes,
-        "transforms": item.descriptors or [],
+        "stored_nbytes": item.length,
+        "transforms": item.transform_descriptors or [],
     }

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
-from holdfast._format.inventory import StoredObject, StoredTensor
+from holdfast._format.inventory import ObjectEntry, TensorEntry
 from holdfast._format.typed_key import TypedKey
 from holdfast.cli.text import printable
 
 __all__ = ["Node", "branches", "entry_nbytes", "make_tree"]
 
-Entry = StoredTensor | StoredObject
+Entry = TensorEntry | ObjectEntry
 Order = Literal["size", "name"] | None
 
 _LINES = ("├─ ", "└─ ", "│  ", "   ")
@@ -31,11 +31,11 @@ class Node:
 
 def entry_nbytes(entry: Entry) -> int:
     """A tensor's elements in bytes; for an object, and for a dtype unknown here, what the file has of it."""
-    if isinstance(entry, StoredTensor):
+    if isinstance(entry, TensorEntry):
         if entry.nbytes is not None:
             return entry.nbytes
-        return sum(chunk.item.nbytes for chunk in entry.chunks if chunk.item)
-    return entry.item.nbytes if entry.item else 0
+        return sum(chunk.item.length for chunk in entry.chunks if chunk.item)
+    return entry.item.length if entry.item else 0
 
 
 def make_tree(entries: Iterable[Entry], paths: dict[str, tuple[Any, ...]], order: Order) -> Node:

@@ -1,4 +1,4 @@
-"""The containers of tensors, made once for all tensors of a form."""
+"""Owns the containers of small tensors, made once for all tensors of a form."""
 
 import functools
 from typing import NamedTuple
@@ -9,10 +9,15 @@ from holdfast._format.torch_item import SMALL_ALIGNMENT, ItemFrame, tensor_item
 from holdfast._io.blocks import crc32
 from holdfast._plan.write_columns import Form
 
-__all__ = ["Stamp", "frame_of", "stamp_of"]
+__all__ = ["SMALL", "ItemTemplate", "frame_of", "template_of"]
+
+SMALL = 128 * 1024
+"""Items whose payload is smaller are written, and read, together with their neighbours: three calls to the
+file for each of 100,000 tensors of 16 bytes would take longer than everything else together.
+"""
 
 
-class Stamp(NamedTuple):
+class ItemTemplate(NamedTuple):
     """What all small items of one form have in common.
 
     Attributes:
@@ -40,12 +45,13 @@ class Stamp(NamedTuple):
     total: int
 
 
-def stamp_of(form: Form) -> Stamp:
+def template_of(form: Form) -> ItemTemplate:
+    """The template for the small tensors of a form."""
     dtype = form.properties[0]
     frame = frame_of(dtype, form.lengths)
     head, nbytes = frame.head(0), frame.nbytes(0)
     gap = bytes(-nbytes % SMALL_ALIGNMENT)
-    return Stamp(
+    return ItemTemplate(
         form.lengths,
         dtype,
         dtype.is_complex,
@@ -61,4 +67,5 @@ def stamp_of(form: Form) -> Stamp:
 
 @functools.lru_cache(maxsize=4096)
 def frame_of(dtype: torch.dtype, shape: torch.Size) -> ItemFrame:
+    """The container of a tensor."""
     return tensor_item(str(dtype).removeprefix("torch."), tuple(shape))

@@ -1,4 +1,4 @@
-"""Handing what was read to the planner: one at a time, each destination once, and who has been served."""
+"""Owns how values that were read reach the planner: one call at a time, each destination once."""
 
 import threading
 
@@ -8,34 +8,39 @@ from holdfast._tensors.host import is_plain_memory, memory_of
 from holdfast.errors import InvalidPlanError
 from holdfast.planner import LoadPlanner, ReadItem
 
-__all__ = ["Counter", "Delivery"]
+__all__ = ["Destination", "PlannerCalls"]
 
 
-class Counter:
-    """Calls the planner from one thread at a time, and remembers what has been changed.
+class PlannerCalls:
+    """How the planner is called: by one thread at a time, which holds ``lock``.
 
     Planners are only promised that each item is resolved and committed once; keeping the calls apart
     spares their authors the question of threads.
+
+    Attributes:
+        planner: The planner.
+        lock: Held by whoever calls it. The thread that holds it may take it again.
+        touched: The keys of values that have been changed.
     """
 
     def __init__(self, planner: LoadPlanner) -> None:
         self.planner = planner
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.touched: list[str] = []
 
 
-class Delivery:
-    """One tensor item: its destination, fetched when the first part of it is about to arrive.
+class Destination:
+    """Where one tensor item goes: asked for when the first part of it is about to arrive.
 
     Args:
-        counter: Where the planner is called.
+        calls: How the planner is called.
         item: The line of the plan.
         dtype: The dtype of what is stored.
         parts: How many parts will arrive.
     """
 
-    def __init__(self, counter: Counter, item: ReadItem, dtype: torch.dtype, parts: int = 1) -> None:
-        self.counter = counter
+    def __init__(self, calls: PlannerCalls, item: ReadItem, dtype: torch.dtype, parts: int = 1) -> None:
+        self.calls = calls
         self.item = item
         self.dtype = dtype
         self.waiting = parts
@@ -47,10 +52,10 @@ class Delivery:
         return self.item.dest_index.fqn
 
     def target(self) -> torch.Tensor:
-        """Where it goes."""
-        with self.counter.lock:
+        """The tensor to be filled, of the shape that the line has."""
+        with self.calls.lock:
             if self._target is None:
-                target = self.counter.planner.resolve_tensor(self.item)
+                target = self.calls.planner.resolve_tensor(self.item)
                 if target.shape != self.item.lengths:
                     raise InvalidPlanError(
                         f"{self.key}: the planner gave a destination of shape {tuple(target.shape)} for a "
@@ -60,7 +65,7 @@ class Delivery:
                         found=tuple(target.shape),
                     )
                 self._target = target
-                self.counter.touched.append(self.key)
+                self.calls.touched.append(self.key)
             return self._target.detach()
 
     def memory(self) -> memoryview | None:
@@ -80,9 +85,9 @@ class Delivery:
 
     def arrived(self) -> None:
         """Count one part; the last one commits."""
-        with self.counter.lock:
+        with self.calls.lock:
             self.waiting -= 1
             if self.waiting == 0:
                 assert self._target is not None
-                self.counter.planner.commit_tensor(self.item, self._target)
+                self.calls.planner.commit_tensor(self.item, self._target)
                 self._target = None

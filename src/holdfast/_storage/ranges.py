@@ -1,0 +1,147 @@
+"""Owns reading boxes of stored tensors: which byte ranges of a payload a box needs, and where each goes."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from holdfast._geometry import row_major_strides, volume
+from holdfast._io.blocks import crc32
+from holdfast._storage.destinations import Destination
+from holdfast._storage.item_reader import Chunk, ItemReader
+from holdfast._tensors.host import memory_of
+
+__all__ = ["SCRATCH", "ByteRange", "RangeRead", "ranges_for"]
+
+SCRATCH = 32 * 1024 * 1024
+"""How much of a payload goes through memory of our own at once, where it cannot go straight to its place."""
+
+# Reading what lies between the rows of a box is cheaper than a request for each row, up to a point.
+_WASTE = 4
+_ALWAYS_FINE = 1024 * 1024
+
+
+# A block that two pieces share is read twice to be checked.
+_BLOCK = 1 << 20
+
+
+def _at_block_boundary(start: int, rows: int, row_nbytes: int, most: int) -> int:
+    """About ``rows`` rows, so that what follows them begins with a block, if rows allow that."""
+    boundary = (start + rows * row_nbytes) // _BLOCK * _BLOCK
+    cut = -(-(boundary - start) // row_nbytes)
+    return cut if 0 < cut < most else rows
+
+
+class ByteRange(NamedTuple):
+    """A piece of a box, and the bytes that are read at once for it.
+
+    Attributes:
+        offsets: Where the piece begins in the box.
+        lengths: How long it is in each dimension.
+        start: The first byte of the payload that it needs.
+        nbytes: How many bytes from there on hold it, with what lies between its rows.
+        is_run: Whether nothing lies between: the bytes are the piece.
+    """
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    start: int
+    nbytes: int
+    is_run: bool
+
+
+def _ranges_of(
+    chunk_shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    lengths: tuple[int, ...],
+    itemsize: int,
+    *,
+    run_limit: int | None,
+) -> Iterator[ByteRange]:
+    """Cut a box of a row-major chunk into pieces to be read.
+
+    Args:
+        chunk_shape: The shape of the stored chunk.
+        offsets: Where the box begins in the chunk.
+        lengths: The box's lengths; an empty box has no ranges.
+        itemsize: Bytes an element.
+        run_limit: The most bytes of a piece that is one run; None if such a piece needs no scratch memory.
+    """
+    if 0 in lengths:
+        return
+    strides = row_major_strides(chunk_shape)
+    todo = [((0,) * len(lengths), lengths)]
+    while todo:
+        at, size = todo.pop()
+        first = sum((o + a) * s for o, a, s in zip(offsets, at, strides, strict=True))
+        last = first + sum((n - 1) * s for n, s in zip(size, strides, strict=True))
+        span = (last + 1 - first) * itemsize
+        is_run = (last + 1 - first) == volume(size)
+        if is_run and (run_limit is None or span <= run_limit):
+            yield ByteRange(at, size, first * itemsize, span, is_run=True)
+            continue
+        needed = volume(size) * itemsize
+        if not is_run and span <= SCRATCH and span <= max(_WASTE * needed, _ALWAYS_FINE):
+            yield ByteRange(at, size, first * itemsize, span, is_run=False)
+            continue
+        dimension = next((d for d, n in enumerate(size) if n > 1), None)
+        if dimension is None:
+            # One element, or a run of one dimension: there is nothing left to cut.
+            yield ByteRange(at, size, first * itemsize, span, is_run)
+            continue
+        half = size[dimension] // 2
+        if is_run:
+            half = _at_block_boundary(first * itemsize, half, strides[dimension] * itemsize, size[dimension])
+        second = (*at[:dimension], at[dimension] + half, *at[dimension + 1 :])
+        # The later half first onto the stack, so that ranges come in the order of the file.
+        todo.append((second, (*size[:dimension], size[dimension] - half, *size[dimension + 1 :])))
+        todo.append((at, (*size[:dimension], half, *size[dimension + 1 :])))
+
+
+def ranges_for(chunk: Chunk, destination: Destination, run_limit: int) -> Iterator[ByteRange]:
+    """The ranges of the box that is wanted of a chunk, in the order of the file."""
+    item = destination.item
+    return _ranges_of(
+        chunk.shape,
+        tuple(item.storage_offsets),
+        tuple(item.lengths),
+        chunk.dtype.itemsize,
+        run_limit=run_limit,
+    )
+
+
+class RangeRead(NamedTuple):
+    """One range, to be read and put where it belongs: straight into the memory where that can be."""
+
+    reader: ItemReader
+    chunk: Chunk
+    destination: Destination
+    range: ByteRange
+
+    def deliver(self, checksum: int | None = None) -> int:
+        """Read it and put it where it belongs; go on with a running CRC-32 of all ranges, if one is given."""
+        piece, chunk = self.range, self.chunk
+        memory = self._own_memory()
+        if memory is not None:
+            self.reader.read(piece.start, memory)
+            return 0 if checksum is None else crc32(memory, checksum)
+        with self.reader.context.budget.hold(piece.nbytes):
+            scratch = torch.empty(piece.nbytes // chunk.dtype.itemsize, dtype=chunk.dtype)
+            content = memory_of(scratch)
+            self.reader.read(piece.start, content)
+            rows = scratch.as_strided(piece.lengths, row_major_strides(chunk.shape))
+            self.destination.put(piece.offsets, rows)
+            return 0 if checksum is None else crc32(content, checksum)
+
+    def _own_memory(self) -> memoryview | None:
+        """The destination's bytes for this range, if they are one run on both sides."""
+        piece = self.range
+        memory = self.destination.memory() if piece.is_run else None
+        if memory is None or len(memory) == piece.nbytes:
+            return memory
+        strides = row_major_strides(tuple(self.destination.item.lengths))
+        reach = sum((n - 1) * s for n, s in zip(piece.lengths, strides, strict=True))
+        if reach + 1 != volume(piece.lengths):
+            return None
+        start = sum(o * s for o, s in zip(piece.offsets, strides, strict=True)) * self.chunk.dtype.itemsize
+        return memory[start : start + piece.nbytes]

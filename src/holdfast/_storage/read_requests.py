@@ -1,0 +1,158 @@
+"""Owns what a load plan needs of each file: small whole tensors as columns, everything else as records."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast._format.item_table import StorageInfo
+from holdfast._plan.metadata_entries import dtypes_of
+from holdfast._plan.planner_values import own_values
+from holdfast._plan.read_columns import ReadColumns, ReadItems
+from holdfast._storage.item_places import ItemPlaces, places_of
+from holdfast._storage.item_reader import Chunk
+from holdfast._storage.small_items import SMALL
+from holdfast._storage.small_reads import SmallTensors
+from holdfast.errors import InvalidPlanError, MetadataFormatError
+from holdfast.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from holdfast.planner import LoadPlan, LoadPlanner, ReadItem
+
+__all__ = ["FileRequest", "chunk_of", "sort_by_file"]
+
+
+class FileRequest:
+    """What a plan needs of one file.
+
+    Attributes:
+        lines: Stored items and lines, in the order of the file.
+        small: Small tensors that go straight into the state, whole; None if there are none.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[StorageInfo, ReadItem]] = []
+        self.small: SmallTensors | None = None
+        self._end, self._last_key = 0, ""
+
+    def __len__(self) -> int:
+        return len(self.lines) + (len(self.small.keys) if self.small else 0)
+
+    def add_line(self, info: StorageInfo, item: ReadItem) -> None:
+        """A line that is read as a record."""
+        self.lines.append((info, item))
+        self._reach(info.offset + info.length, item.dest_index.fqn)
+
+    def add_rows(
+        self,
+        lines: list[tuple[int, str]],
+        places: ItemPlaces,
+        dtypes: Sequence[torch.dtype],
+        values: Mapping[str, Any],
+    ) -> None:
+        """Small whole tensors: the row and key of each."""
+        offsets, nbytes = places.offsets, places.nbytes
+        lines.sort(key=lambda line: offsets[line[0]])
+        rows, keys = [row for row, _ in lines], [key for _, key in lines]
+        self.small = SmallTensors.of_rows(rows, keys, places, dtypes, values)
+        ends = [offsets[row] + nbytes[row] for row in rows]
+        self._reach(max(ends), keys[ends.index(max(ends))])
+
+    def _reach(self, end: int, key: str) -> None:
+        if end > self._end or not self._last_key:
+            self._end, self._last_key = end, key
+
+    @property
+    def last(self) -> tuple[str, int]:
+        """The key of the item that reaches furthest, and the size that the file must have for it."""
+        return self._last_key, self._end
+
+
+def sort_by_file(plan: LoadPlan, planner: LoadPlanner, metadata: Metadata) -> dict[str, FileRequest]:
+    """What a plan needs of each file, in the order of the file.
+
+    Raises:
+        InvalidPlanError: The plan asks for an item that the checkpoint does not have.
+    """
+    places = places_of(metadata)
+    lines: Any = plan.items
+    columns = lines.columns if isinstance(lines, ReadItems) else None
+    if columns is not None and places is not None and columns.directory is places.directory:
+        requests = _from_columns(columns, own_values(planner, "resolve_tensor"), places, metadata)
+    else:
+        requests = {}
+        for item in lines:
+            info = _find(item.storage_index, places, metadata)
+            requests.setdefault(info.relative_path, FileRequest()).add_line(info, item)
+    for request in requests.values():
+        request.lines.sort(key=lambda line: line[0].offset)
+    return requests
+
+
+def _from_columns(
+    columns: ReadColumns, values: Mapping[str, Any] | None, places: ItemPlaces, metadata: Metadata
+) -> dict[str, FileRequest]:
+    requests: dict[str, FileRequest] = {}
+    small: dict[int, list[tuple[int, str]]] = {}
+    files, nbytes, kinds = places.files, places.payload_nbytes, places.directory.kinds
+    numbers, boxes, all_are_plain = places.directory.numbers, columns.boxes, places.all_are_plain
+    names = places.manifest.file_names
+    for number, (key, row) in enumerate(zip(columns.keys, columns.rows, strict=True)):
+        if (
+            values is not None
+            and 0 <= nbytes[row] < SMALL
+            and number not in boxes
+            and not kinds[numbers[key]]
+            and (all_are_plain or places.is_plain(row))
+        ):
+            small.setdefault(files[row], []).append((row, key))
+            continue
+        line = columns.item(number)
+        if places.nbytes[row] < 0:
+            raise _no_such_chunk(line.storage_index)
+        requests.setdefault(names[files[row]], FileRequest()).add_line(places.record(row), line)
+    for file, rows in small.items():
+        assert values is not None
+        request = requests.setdefault(names[file], FileRequest())
+        request.add_rows(rows, places, dtypes_of(metadata), values)
+    return requests
+
+
+def _find(index: MetadataIndex, places: ItemPlaces | None, metadata: Metadata) -> StorageInfo:
+    info: StorageInfo | None
+    if places is None:
+        info = metadata.storage_data.get(index)
+    else:
+        row = places.find(index)
+        info = None if row is None else places.record(row)
+    if info is None:
+        raise _no_such_chunk(index)
+    return info
+
+
+def _no_such_chunk(index: MetadataIndex) -> InvalidPlanError:
+    return InvalidPlanError(f"{index.fqn}: the checkpoint has no chunk at {index.offset}", key=index.fqn)
+
+
+def chunk_of(info: StorageInfo, index: MetadataIndex, metadata: Metadata) -> Chunk:
+    """What a stored chunk is.
+
+    Raises:
+        MetadataFormatError: What is stored is not as large as the chunk that is described.
+    """
+    entry = metadata.state_dict_metadata[index.fqn]
+    assert isinstance(entry, TensorStorageMetadata)
+    chunks, hint = entry.chunks, index.index
+    box = chunks[hint] if hint is not None and hint < len(chunks) else None
+    if box is None or box.offsets != index.offset:
+        box = next((c for c in chunks if index.offset is None or c.offsets == index.offset), None)
+    if box is None:
+        raise _no_such_chunk(index)
+    chunk = Chunk(info, box.sizes, entry.properties.dtype)
+    if info.is_checked and not info.transform_descriptors and info.payload_nbytes != chunk.nbytes:
+        raise MetadataFormatError(
+            f"{index.fqn}: a chunk of shape {tuple(box.sizes)} of {chunk.dtype} takes {chunk.nbytes} bytes, "
+            f"but the metadata has {info.payload_nbytes}",
+            key=index.fqn,
+            expected=chunk.nbytes,
+            found=info.payload_nbytes,
+        )
+    return chunk
