@@ -96,7 +96,7 @@ def results_of(plan: SavePlan) -> Results:
     notes.blocks = [1] * count
     notes.checksums = bytearray(b"".join([number.to_bytes(4, "little") for number in notes.wrap]))
     names = plan.storage_data
-    return Results(notes.sealed(columns.offsets, [f"{names.prefix}0-{names.save}.distcp"], None))
+    return Results(notes.sealed(columns.offsets, [names.name(0)], None))
 
 
 def _as_sent(results: Results) -> Results:

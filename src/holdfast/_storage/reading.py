@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 
-from holdfast._format.metadata_file import FILE_NAME
+from holdfast._format.names import METADATA, is_data_file, metadata_name, metadata_rank
 from holdfast._io import pool
 from holdfast._io.pool import Budget, Cancellation
-from holdfast._io.store import ByteStore
+from holdfast._io.progress import ProgressTracker
+from holdfast._io.store import FileSource
 from holdfast._storage.delivery import Counter
 from holdfast._storage.metadata_reading import load_metadata
-from holdfast._storage.names import is_data_file, is_rank_metadata
 from holdfast._storage.object_reader import object_job
 from holdfast._storage.open_files import SharedFile
 from holdfast._storage.own_parts import join_parts
@@ -24,26 +24,26 @@ from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 __all__ = ["read_items", "read_metadata_file", "read_own_parts"]
 
-_LARGEST_METADATA = 16 << 30
+LARGEST_METADATA = 16 << 30
 
 
-def read_metadata_file(store: ByteStore, *, rank: int | None = None, allow_pickle: bool = False) -> Metadata:
+def read_metadata_file(store: FileSource, *, rank: int | None = None, allow_pickle: bool = False) -> Metadata:
     """The metadata of the checkpoint in a store.
 
     Raises:
         CheckpointNotFoundError: There is no complete checkpoint.
         IntegrityError: There is one, and its metadata is damaged or unsafe.
     """
-    name = FILE_NAME if rank is None else f"__{rank}{FILE_NAME}"
+    name = metadata_name(rank)
     try:
-        data = store.read(name, max_bytes=_LARGEST_METADATA)
+        data = store.read(name, max_bytes=LARGEST_METADATA)
     except CheckpointNotFoundError as error:
         raise CheckpointNotFoundError(_explain_absence(store, name), path=store.url) from error
     return load_metadata(data, path=f"{store.url}/{name}", allow_pickle=allow_pickle)
 
 
 def read_own_parts(
-    store: ByteStore, *, rank: int, world_size: int | None, allow_pickle: bool = False
+    store: FileSource, *, rank: int, world_size: int | None, allow_pickle: bool = False
 ) -> Metadata:
     """The metadata of a checkpoint that ranks wrote each for itself, as a rank sees it.
 
@@ -59,15 +59,15 @@ def read_own_parts(
     """
     if world_size is None:
         return read_metadata_file(store, rank=rank, allow_pickle=allow_pickle)
-    numbers = sorted(int(name[2:].split(".")[0]) for name in store.list() if is_rank_metadata(name))
+    numbers = sorted(found for name in store.names() if (found := metadata_rank(name)) is not None)
     parts = {number: read_metadata_file(store, rank=number, allow_pickle=allow_pickle) for number in numbers}
     if not parts:
-        raise CheckpointNotFoundError(_explain_absence(store, FILE_NAME), path=store.url)
+        raise CheckpointNotFoundError(_explain_absence(store, METADATA), path=store.url)
     return join_parts(parts, rank=rank, world_size=world_size, path=store.url)
 
 
-def _explain_absence(store: ByteStore, name: str) -> str:
-    names = store.list()
+def _explain_absence(store: FileSource, name: str) -> str:
+    names = store.names()
     if not names:
         return f"no checkpoint at {store.url}: there is no such folder, or it is empty"
     if any(map(is_data_file, names)):
@@ -79,7 +79,7 @@ def _explain_absence(store: ByteStore, name: str) -> str:
 
 
 def read_items(
-    store: ByteStore,
+    store: FileSource,
     plan: LoadPlan,
     planner: LoadPlanner,
     metadata: Metadata,
@@ -88,11 +88,13 @@ def read_items(
     threads: int,
     budget: int,
     verify: bool,
+    progress: ProgressTracker,
 ) -> None:
     """Read every item of a plan and hand it to the planner.
 
     Before the first one is handed over, every file is known to be there, and to be long enough.
     Objects come before tensors, so that one that is refused is found before a tensor is overwritten.
+    ``progress`` is told of the bytes that were read from storage; an exception that it raises ends the load.
     """
     cancellation = Cancellation()
     counter = Counter(planner)
@@ -104,7 +106,7 @@ def read_items(
         for kind in (_object_jobs, _tensor_jobs):
             jobs: list[Callable[[], None]] = []
             for name, of_file in wanted.items():
-                file = SharedFile(store, name)
+                file = SharedFile(store, name, progress)
                 files.append(file)
                 jobs += [file.job(work) for work in kind(context, file, of_file, metadata)]
             pool.run(jobs, threads=threads, cancellation=cancellation)
@@ -116,23 +118,23 @@ def read_items(
             file.close()
 
 
-def _check_sizes(store: ByteStore, wanted: dict[str, Wanted]) -> None:
+def _check_sizes(store: FileSource, wanted: dict[str, Wanted]) -> None:
     """Raise unless every file is there, and as long as what is wanted of it needs."""
-    sizes = store.list()
+    sizes = store.list() if store.traits.lists_sizes else {}
     for name, of_file in wanted.items():
         key, path = of_file.first_key(), f"{store.url}/{name}"
         size = sizes.get(name)
         if size is None:
             try:
                 # Something else than a file, or a name that must not be used, has an error of its own.
-                store.open(name).close()
+                with store.open(name) as file:
+                    size = file.nbytes
             except CheckpointNotFoundError as error:
                 raise CheckpointNotFoundError(
                     f"{key} and {len(of_file) - 1} more: {name} of the checkpoint {store.url} is missing",
                     key=key,
                     path=path,
                 ) from error
-            continue
         short = of_file.reaching_beyond(size)
         if short is not None:
             key, end = short

@@ -116,8 +116,8 @@ class WritingRules(StoreSubject):
                 raise kind
             assert not store.exists("f")
 
-    def test_an_oversight_is_told_of_all_bytes_in_steps(self, store: ByteStore) -> None:
-        """However they come, and whatever the size of a piece."""
+    def test_progress_is_told_of_all_bytes_in_steps(self, store: ByteStore) -> None:
+        """Progress adds up to the bytes of the file, and no step is larger than ``STRIDE``."""
         told = _Told(stop_at=1 << 60)
         with store.create("a", durable=self.durable) as file:
             file.progress = told
@@ -126,8 +126,8 @@ class WritingRules(StoreSubject):
         assert sum(told.steps) == 20 * MIB + 8
         assert max(told.steps) <= STRIDE
 
-    def test_an_oversight_stops_a_large_write_in_its_middle(self, store: ByteStore) -> None:
-        """Its exception leaves the write, and the file is gone."""
+    def test_progress_can_stop_a_large_write_in_its_middle(self, store: ByteStore) -> None:
+        """The exception of the tracker leaves the write, and the file is gone."""
         told = _Told(stop_at=12 * MIB)
         file = store.create("a", durable=self.durable)
         file.progress = told
@@ -160,7 +160,7 @@ class WritingRules(StoreSubject):
 
 
 class _Told(ProgressTracker):
-    """Notes the steps, and says that it is enough after so many bytes."""
+    """Notes the steps, and raises after ``stop_at`` bytes."""
 
     def __init__(self, stop_at: int) -> None:
         super().__init__()
