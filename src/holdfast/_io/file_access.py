@@ -18,7 +18,7 @@ def byte_view(data: Buffer) -> memoryview:
     """The bytes of any contiguous buffer, without a copy. Raises TypeError for one that is not contiguous."""
     view = memoryview(data)
     # Python refuses to cast a view that has a zero in its shape.
-    return view.cast("B") if view.nbytes else memoryview(b"")
+    return view.cast("B") if view.nbytes else memoryview(bytearray())
 
 
 class FileWriter(ABC):
