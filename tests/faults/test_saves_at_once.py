@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.faults.support import committed_files, data_files, load, same, small_state
 
 import holdfast as hf
