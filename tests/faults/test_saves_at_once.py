@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 import signal
@@ -164,9 +165,7 @@ def test_a_process_with_the_number_of_a_dead_one_is_another(
     begin(folder, 2).end()
     (lease,) = _leases(folder)
     # As if this process had got the number of the one that is gone.
-    text = lease.read_text()
-    number = text.split('"pid": ')[1].split(",")[0]
-    lease.write_text(text.replace(f'"pid": {number}', f'"pid": {os.getpid()}'))
+    lease.write_text(json.dumps({**json.loads(lease.read_text()), "pid": os.getpid()}))
     hf.save(small_state(3), checkpoint_id=folder)
     assert same(_found(folder), small_state(3))
 

@@ -13,7 +13,6 @@ dead when its lease was not renewed for ``EXPIRY_SECONDS`` by the clock of the s
 happens if a process is stopped, for longer than that, between the last look at its lease and the commit.
 """
 
-import json
 import logging
 import os
 import random
@@ -21,7 +20,9 @@ import socket
 import threading
 import time
 import weakref
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+
+import msgspec
 
 from holdfast._format.names import lease_name, save_of_lease
 from holdfast._io.pool import Worker
@@ -70,14 +71,14 @@ class LeaseHolder:
 
     def encode(self) -> bytes:
         """The content of a lease."""
-        return json.dumps(asdict(self)).encode()
+        return msgspec.json.encode(self)
 
     @classmethod
     def decode(cls, data: bytes | bytearray) -> "LeaseHolder | None":
-        """What a lease says; None if it is not written completely."""
+        """What a lease says; None if it is not written completely, or is none."""
         try:
-            return cls(**json.loads(data))
-        except (ValueError, TypeError):
+            return msgspec.json.decode(data, type=cls)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
 
     def is_running(self) -> bool | None:
@@ -202,8 +203,10 @@ class Lease:
 
     def release(self) -> None:
         """Remove the lease and let others in. Does nothing the second time, and nothing in a forked child."""
-        self.pause()
-        self._drop()
+        try:
+            self.pause()
+        finally:
+            self._drop()
 
 
 def _end(store: ByteStore, name: str, claim: Claim, over: threading.Event, owner: int) -> None:
@@ -223,6 +226,8 @@ def _living_holder(store: ByteStore, name: str, now_ns: int | None) -> LeaseHold
         holder = LeaseHolder.decode(store.read(name, max_bytes=1 << 16))
     except CheckpointNotFoundError:
         return None
+    except (OSError, CheckpointError):
+        holder = None  # another user's, perhaps, who lets nobody read it: its age must do
     running = holder.is_running() if holder else None
     if running is not None:
         return holder if running else None
