@@ -53,8 +53,11 @@ PROGRAM = """
             super().finish(metadata, results)
 
     writer = Paused(folder)
+    state = small_state(seed)
+    if "often" in options:  # a save of few items is over before its lease need be renewed
+        state["many"] = list(range(1000))
     try:
-        hf.save(small_state(seed), storage_writer=writer, use_collectives="own" not in options)
+        hf.save(state, storage_writer=writer, use_collectives="own" not in options)
     except Exception as error:
         say(f"raised {type(error.__cause__).__name__}: {error.__cause__}")
     else:

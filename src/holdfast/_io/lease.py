@@ -13,6 +13,7 @@ dead when its lease was not renewed for ``EXPIRY_SECONDS`` by the clock of the s
 happens if a process is stopped, for longer than that, between the last look at its lease and the commit.
 """
 
+import functools
 import logging
 import os
 import random
@@ -65,9 +66,7 @@ class LeaseHolder:
     @classmethod
     def this_process(cls, *, shared: bool) -> "LeaseHolder":
         """This process, now."""
-        pid = os.getpid()
-        boot, namespace = _machine()
-        return cls(socket.gethostname(), boot, namespace, pid, _start_of(pid) or 0, shared, time.time_ns())
+        return cls(*_identity(os.getpid()), shared=shared, renewed_ns=time.time_ns())
 
     def encode(self) -> bytes:
         """The content of a lease."""
@@ -92,7 +91,15 @@ class LeaseHolder:
         return f"process {self.pid} on {self.host}"
 
 
+@functools.lru_cache(maxsize=1)
+def _identity(pid: int) -> tuple[str, str, str, int, int]:
+    """This process, whose number is asked for because a forked child is another."""
+    return socket.gethostname(), *_machine(), pid, _start_of(pid) or 0
+
+
+@functools.cache
 def _machine() -> tuple[str, str]:
+    """The boot id and the namespace of process numbers; empty where the system does not tell."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip(), os.readlink("/proc/self/ns/pid")

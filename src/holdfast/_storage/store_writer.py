@@ -17,6 +17,7 @@ from holdfast._io.lease import Lease, take_lease
 from holdfast._io.places import open_place
 from holdfast._io.store import ByteStore
 from holdfast._plan.metadata_entries import directory_of
+from holdfast._plan.write_columns import columns_of
 from holdfast._storage.cleanup import discard_files, files_to_replace, remove_replaced
 from holdfast._storage.committed import CommittedMetadata
 from holdfast._storage.metadata_writing import VERSION, dump_manifest, make_manifest
@@ -35,6 +36,8 @@ DEFAULT_BUDGET = 256 * 1024 * 1024
 """The most memory that a save or a load takes besides what it saves from or loads into."""
 # Compression keeps a core busy: one file, and so one thread, each.
 _TRANSFORM_THREADS = min(4, os.cpu_count() or 1)
+# A save of less by a single rank does not renew its lease.
+_FEW_ITEMS, _FEW_BYTES = 100, 64 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +174,8 @@ class StoreWriter(StorageWriter):
     def _take_lease(self) -> None:
         if self._lease is None:
             self._lease = take_lease(self.store, self.save_id, shared=self._own_rank is not None)
-        self._lease.keep()
+        if self._world_size > 1:
+            self._lease.keep()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
         """Write every item into new files, and wait until the storage has them."""
@@ -206,6 +210,12 @@ class StoreWriter(StorageWriter):
         """Remember the files that ``write_data`` makes at most, here or in another process."""
         count = self._threads if self.single_file_per_rank else len(plan.items)
         self._written = list(map(plan.storage_data.name, range(count)))
+        # What takes milliseconds is over before anybody takes it for dead; a thread would be half its cost.
+        is_short = (
+            len(plan.items) <= _FEW_ITEMS and sum(columns_of(to_ours(plan)).item_nbytes()) <= _FEW_BYTES
+        )
+        if self._lease is not None and not is_short:
+            self._lease.keep()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit, then remove what the checkpoint does not use."""
@@ -216,7 +226,7 @@ class StoreWriter(StorageWriter):
         world_size = self._world_size if self._own_rank is None else _group_size()
         manifest = make_manifest(ours, columns, world_size=world_size)
         ours.storage_data = Places(Shelf(manifest, directory_of(ours)))
-        self._take_lease()  # and renew it again, if the data was written at the second attempt
+        self._take_lease()
         try:
             self._commit(ours, manifest)
         finally:
