@@ -104,7 +104,7 @@ def results_of(plan: SavePlan) -> Results:
         wrap_checksums=checksums,
     )
     names = plan.storage_data
-    return Results(items.sealed(columns.offsets, {"file_names": [f"{names.prefix}0-{names.save}.distcp"]}))
+    return Results(items.sealed(columns.offsets, {"file_names": [names.name(0)]}))
 
 
 def _as_sent(results: Results) -> Results:

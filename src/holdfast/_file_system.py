@@ -1,4 +1,4 @@
-"""torch's small interface of a file system, for those who extend it; our own files do not go through it."""
+"""torch's small interface of a file system, for those who extend it; local folders do not go through it."""
 
 import contextlib
 import io
@@ -8,7 +8,11 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import cast
 
-__all__ = ["FileSystem", "FileSystemBase"]
+from holdfast._io.places import open_place
+from holdfast._io.store import ByteStore
+from holdfast._io.stream_store import StreamStore
+
+__all__ = ["FileSystem", "FileSystemBase", "open_file_system"]
 
 
 class FileSystemBase(ABC):
@@ -91,3 +95,17 @@ class FileSystem(FileSystemBase):
     def ls(self, path: str | os.PathLike[str]) -> list[str]:
         """The paths of what is in a folder."""
         return [str(entry) for entry in Path(path).iterdir()]
+
+
+def open_file_system(fs: FileSystemBase, path: str | os.PathLike[str]) -> ByteStore:
+    """The store of a folder of a file system.
+
+    Only the local file systems as they are, ours and torch's, are left aside for files of our own. Any other
+    class may have overridden what writing means.
+
+    Raises:
+        UsageError: ``path`` is a URL, and ``fs`` the local file system.
+    """
+    kind = type(fs)
+    torchs = (kind.__module__, kind.__qualname__) == ("torch.distributed.checkpoint.filesystem", "FileSystem")
+    return open_place(path) if kind is FileSystem or torchs else StreamStore(fs, path)

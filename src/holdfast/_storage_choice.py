@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from holdfast._io.places import local_path
 from holdfast.errors import UsageError
 from holdfast.filesystem import FileSystemReader, FileSystemWriter
 from holdfast.storage import StorageReader, StorageWriter
@@ -62,9 +63,7 @@ def _local_place(checkpoint_id: str | os.PathLike[str] | None, instead: str) -> 
         )
     if not isinstance(checkpoint_id, str | os.PathLike):
         raise UsageError(f"checkpoint_id must be a path, not {type(checkpoint_id).__name__}")
-    if "://" in os.fspath(checkpoint_id):
-        raise UsageError(
-            f"Cannot detect which storage serves {checkpoint_id!s}, which is not a folder: pass a {instead}",
-            path=str(checkpoint_id),
-        )
-    return checkpoint_id
+    try:
+        return local_path(checkpoint_id)
+    except UsageError as error:
+        raise UsageError(f"{error} ({instead}=)", path=str(checkpoint_id)) from error

@@ -1,8 +1,16 @@
 """Checkpoints in a folder of a file system, under torch's names: the storage that is used by default."""
 
-from holdfast._file_system import FileSystem, FileSystemBase
-from holdfast._folder_reader import FileSystemReader
-from holdfast._folder_writer import FileSystemWriter, SerializationFormat
+import os
+from collections.abc import Sequence
+from enum import Enum
+
+from holdfast._file_system import FileSystem, FileSystemBase, open_file_system
+from holdfast._io.store import ByteStore
+from holdfast._storage.store_reader import StoreReader
+from holdfast._storage.store_writer import DEFAULT_BUDGET, StoreWriter
+from holdfast.errors import UsageError
+from holdfast.extension import ExtensionRegistry, StreamTransformExtension
+from holdfast.staging import BlockingAsyncStager
 from holdfast.storage import WriteResult
 
 __all__ = [
@@ -14,5 +22,140 @@ __all__ = [
     "WriteResult",
 ]
 
-for _class in (FileSystemReader, FileSystemWriter, SerializationFormat):
-    _class.__module__ = __name__  # what programs see, and what pickles name
+
+class SerializationFormat(Enum):
+    """How tensors are stored: as ``torch.load`` reads them, or as safetensors files."""
+
+    TORCH_SAVE = "torch_save"
+    SAFETENSORS = "safetensors"
+
+
+class _OfFileSystem:
+    """A storage that is at ``path`` of the file system ``fs``.
+
+    Subclasses may set both after ``__init__``, to a file system of their own: files are then written and read
+    by its streams.
+    """
+
+    fs: FileSystemBase
+    path: str | os.PathLike[str]
+
+    @property
+    def store(self) -> ByteStore:
+        """The folder."""
+        return open_file_system(self.fs, self.path)
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The folder."""
+        return self.path
+
+    def _move_to(self, checkpoint_id: str | os.PathLike[str]) -> None:
+        self.path = self.fs.init_path(checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it names a place in a file system."""
+        return FileSystem.validate_checkpoint_id(checkpoint_id)
+
+
+class FileSystemWriter(_OfFileSystem, StoreWriter, BlockingAsyncStager):
+    """Writes a checkpoint into a folder.
+
+    Until ``finish`` the folder's old checkpoint is there, whole; after it, the new one. Every save writes
+    files of its own, so that it never touches another's. Files that then belong neither to the checkpoint nor
+    to a save under way are removed.
+
+    Args:
+        path: The folder; made if it does not exist.
+        single_file_per_rank: One file for each thread of a rank. False: a file for each item.
+        sync_files: Wait until files are on stable storage. Without it a crash of the machine, not of the
+            program, may lose the checkpoint.
+        thread_count: How many threads write, each into a file of its own. One is enough for most disks.
+        per_thread_copy_ahead: Accepted for compatibility; ``memory_budget`` bounds what is copied ahead.
+        cache_staged_state_dict: What ``stage`` does with its buffers, if you call it: ``async_save`` has
+            buffers of its own, which it keeps.
+        overwrite: Whether a checkpoint that is in the folder may be replaced.
+        _extensions: Stream transforms that each item goes through; the first one stands next to the file.
+        serialization_format: Only ``TORCH_SAVE``.
+        torch_compatible: Write what stock torch needs to read the checkpoint, too.
+        memory_budget: The most bytes of memory taken besides the state.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        _extensions: Sequence[StreamTransformExtension] | None = None,
+        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+        *,
+        torch_compatible: bool = True,
+        memory_budget: int = DEFAULT_BUDGET,
+    ) -> None:
+        if serialization_format is not SerializationFormat.TORCH_SAVE:
+            raise UsageError(
+                "FileSystemWriter writes TORCH_SAVE only; safetensors have a writer of their own"
+            )
+        self.fs = FileSystem()
+        self.path = self.fs.init_path(path)
+        StoreWriter.__init__(
+            self,
+            None,
+            single_file_per_rank=single_file_per_rank,
+            sync_files=sync_files,
+            thread_count=thread_count,
+            overwrite=overwrite,
+            extensions=_extensions or (),
+            torch_compatible=torch_compatible,
+            memory_budget=memory_budget,
+        )
+        BlockingAsyncStager.__init__(self, cache_staged_state_dict)
+        self.per_thread_copy_ahead = per_thread_copy_ahead
+        self.serialization_format = serialization_format
+
+
+class FileSystemReader(_OfFileSystem, StoreReader):
+    """Reads a checkpoint from a folder, ours or torch's.
+
+    Only the bytes that are needed are read. Of our checkpoints each is checked; of torch's, each tensor
+    that is read whole. The folder needs to be readable, nothing more.
+
+    Args:
+        path: The folder.
+        _extension_registry: Knows stream transforms besides the built-in ones.
+        thread_count: How many threads read; 4 of a local folder by default.
+        memory_budget: The most bytes of memory taken besides the state.
+        verify: Compare checksums. False finds no damage.
+        allow_pickle: Let planner data in the metadata be unpickled freely, running what code it holds.
+        share_reads: Let one rank read what several need, and pass it on: storage is asked for each byte
+            once. False: each rank reads what it needs, which is faster where storage is as fast as memory.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        _extension_registry: ExtensionRegistry | None = None,
+        *,
+        thread_count: int | None = None,
+        memory_budget: int = DEFAULT_BUDGET,
+        verify: bool = True,
+        allow_pickle: bool = False,
+        share_reads: bool = True,
+    ) -> None:
+        self.fs = FileSystem()
+        self.path = self.fs.init_path(path)
+        StoreReader.__init__(
+            self,
+            None,
+            registry=_extension_registry,
+            thread_count=thread_count,
+            memory_budget=memory_budget,
+            verify=verify,
+            allow_pickle=allow_pickle,
+            share_reads=share_reads,
+        )

@@ -4,8 +4,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.contract.memory_store import MemoryStore
+from tests.contract.stream_file_systems import (
+    DiskFileSystem,
+    ListedMemoryFileSystem,
+    MemoryFileSystem,
+    StreamReader,
+    StreamWriter,
+)
 
 import holdfast as hf
+from holdfast._storage.store_reader import StoreReader
+from holdfast._storage.store_writer import StoreWriter
 from holdfast.extension import ZStandard
 from holdfast.testing import PlannerContract, StorageContract
 
@@ -48,6 +58,38 @@ class TestFileStorageWithoutTorch(StorageContract):
 
     def make_reader(self, place: Path) -> hf.StorageReader:
         return hf.FileSystemReader(place)
+
+
+class TestAStoreInMemory(StorageContract):
+    """The writer and the reader know nothing of folders."""
+
+    def make_writer(self, place: Path) -> hf.StorageWriter:
+        return StoreWriter(MemoryStore(f"memory:{place}"))
+
+    def make_reader(self, place: Path) -> hf.StorageReader:
+        return StoreReader(MemoryStore(f"memory:{place}"))
+
+
+class TestStreamsInMemory(StorageContract):
+    fs: type[MemoryFileSystem] = MemoryFileSystem
+
+    def make_writer(self, place: Path) -> hf.StorageWriter:
+        return StreamWriter(f"mem:/{place}", self.fs())
+
+    def make_reader(self, place: Path) -> hf.StorageReader:
+        return StreamReader(f"mem:/{place}", self.fs())
+
+
+class TestListedStreamsInMemory(TestStreamsInMemory):
+    fs = ListedMemoryFileSystem
+
+
+class TestStreamsOnDisk(StorageContract):
+    def make_writer(self, place: Path) -> hf.StorageWriter:
+        return StreamWriter(place, DiskFileSystem(), thread_count=2)
+
+    def make_reader(self, place: Path) -> hf.StorageReader:
+        return StreamReader(place, DiskFileSystem())
 
 
 class TestDefaultPlanners(PlannerContract):

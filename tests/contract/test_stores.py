@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.contract.memory_store import MemoryStore
+from tests.contract.stream_file_systems import DiskFileSystem, ListedMemoryFileSystem
 
 from holdfast._io.local import LocalStore
 from holdfast._io.local_reader import LocalReader
 from holdfast._io.store import ByteStore
+from holdfast._io.stream_store import StreamStore
 from holdfast.testing.store_contract import StoreContract
 
 
@@ -58,3 +61,18 @@ class TestLocalStoreInMemory(StoreContract):
 
     def folder(self, tmp_path: Path) -> Path:
         return Path("/dev/shm") / "-".join(["holdfast", *tmp_path.parts[-3:]])
+
+
+class TestMemoryStore(StoreContract):
+    def make_store(self, tmp_path: Path) -> ByteStore:
+        return MemoryStore(f"memory:{tmp_path}")
+
+
+class TestStreamsInMemory(StoreContract):
+    def make_store(self, tmp_path: Path) -> ByteStore:
+        return StreamStore(ListedMemoryFileSystem(), f"mem:/{tmp_path}")
+
+
+class TestStreamsOnDisk(StoreContract):
+    def make_store(self, tmp_path: Path) -> ByteStore:
+        return StreamStore(DiskFileSystem(), tmp_path / "checkpoint")

@@ -296,7 +296,13 @@ def test_a_clean_up_that_fails_does_not_make_a_committed_save_raise(
     def broken(*_: Any) -> None:
         raise OSError(errno.EIO, "the disk is broken")
 
-    monkeypatch.setattr(os, "scandir", broken)
+    rename = os.rename
+
+    def renamed(*names: Any, **folders: Any) -> None:
+        rename(*names, **folders)
+        monkeypatch.setattr(os, "scandir", broken)
+
+    monkeypatch.setattr(os, "rename", renamed)
     hf.save(small_state(2), checkpoint_id=folder)
     monkeypatch.undo()
     assert same(load(folder, small_state(99)), small_state(2))

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import MetadataFormatError
 
-__all__ = ["FILE_NAME", "MARK", "Sections", "join", "split"]
-
-FILE_NAME = ".metadata"
+__all__ = ["MARK", "Sections", "join", "split"]
 
 MAGIC = b"HOLDFAST"
 MARK = "holdfast"

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from typing_extensions import Buffer
 
+from holdfast._format.names import temporary_name
 from holdfast._io.local_buffers import BUFFER_NBYTES
 from holdfast._io.local_claim import claim_folder
 from holdfast._io.local_reader import LocalReader
@@ -15,10 +16,7 @@ from holdfast._io.local_writer import LocalWriter, flush_to_disk, naming, write_
 from holdfast._io.store import ByteStore, Claim, byte_view, check_name
 from holdfast.errors import CheckpointNotFoundError, StorageError, UnsafeMetadataError
 
-__all__ = ["TEMPORARY_SUFFIX", "LocalStore"]
-
-TEMPORARY_SUFFIX = ".tmp"
-"""Ends the name of the file that ``replace`` renames. One that a crash left behind is in ``list``."""
+__all__ = ["LocalStore"]
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a named pipe that somebody planted would wait for ever.
@@ -66,7 +64,7 @@ class LocalStore(ByteStore):
         for folder in reversed(missing):
             _make_folder(folder)
 
-    def claim(self, *, shared: bool = False) -> Claim:
+    def claim(self, *, shared: bool = False) -> Claim | None:
         """Keep other saves out of the folder; see ByteStore. Across machines if its locks do."""
         return claim_folder(self._folder, shared=shared)
 
@@ -106,7 +104,7 @@ class LocalStore(ByteStore):
         """Put the pieces under ``name`` in one atomic step; see ByteStore."""
         path = self._path(check_name(name))
         views = [byte_view(piece) for piece in pieces]
-        temporary = f"{name}.{os.urandom(8).hex()}{TEMPORARY_SUFFIX}"
+        temporary = temporary_name(name)
         # All names are relative to one open folder: it may be moved meanwhile, and still gets all of it.
         with naming(path), _open_folder(self._folder) as folder:
             fd = os.open(temporary, _NEW, 0o666, dir_fd=folder)
@@ -140,6 +138,36 @@ class LocalStore(ByteStore):
         except FileNotFoundError:
             return {}
         return {name: size for name, size in sizes.items() if size is not None}
+
+    def names(self) -> set[str]:
+        """The name of every regular file, without a look at any of them."""
+        try:
+            with os.scandir(self._folder) as entries:
+                return {entry.name for entry in entries if entry.is_file(follow_symlinks=self._follow_links)}
+        except FileNotFoundError:
+            return set()
+
+    def modified_ns(self, name: str) -> int | None:
+        """When a file was last written or touched, by the clock of the file system."""
+        try:
+            return os.stat(self._path(check_name(name)), follow_symlinks=self._follow_links).st_mtime_ns
+        except FileNotFoundError:
+            return None
+
+    def rewrite(self, name: str, data: bytes) -> bool:
+        """Put ``data`` into a small file that exists; see ByteStore. A missing file is never made."""
+        path = self._path(check_name(name))
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        with naming(path):
+            try:
+                write_fully(fd, [memoryview(data)], 0)
+                os.ftruncate(fd, len(data))
+            finally:
+                os.close(fd)
+        return True
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove files, or links in their place; a missing one is fine."""

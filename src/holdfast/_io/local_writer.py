@@ -2,23 +2,18 @@
 
 import errno
 import fcntl
+import functools
 import mmap
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from queue import SimpleQueue
 from typing import Protocol
 
 from holdfast._io.blocks import STEP, BlockSums
-from holdfast._io.copying import copy_bytes
-from holdfast._io.local_buffers import BUFFER_NBYTES, borrow, give_back
-from holdfast._io.pool import Worker, wait_for_all
-from holdfast._io.store import FileWriter
+from holdfast._io.file_access import FileWriter
+from holdfast._io.ring import BufferRing
 
 __all__ = ["LocalWriter", "flush_to_disk", "naming", "write_fully"]
-
-RING = 4
-"""Buffers of a ring: one being filled, one being written, two to even out a slow disk."""
 
 PAGE = max(mmap.PAGESIZE, 4096)
 """Offsets and sizes past the page cache are multiples of this; no disk in use asks for more."""
@@ -91,7 +86,7 @@ class LocalWriter(FileWriter):
         super().__init__(path)
         self._fd = fd
         self._durable = durable
-        self._sink: _Sink = _Ring(fd) if direct and set_direct(fd, on=True) else _Plain(fd)
+        self._sink: _Sink = _Direct(fd) if direct and set_direct(fd, on=True) else _Plain(fd)
 
     def _append(self, view: memoryview, sums: BlockSums | None) -> None:
         with naming(self.path):
@@ -161,115 +156,27 @@ class _Plain:
         self._offset += len(gathered) + len(piece)
 
 
-class _Ring:
-    """Past the page cache: the caller fills page-aligned buffers while one thread writes full ones.
-
-    The thread starts with the first full buffer, so a file smaller than one has none.
-    """
+class _Direct:
+    """Past the page cache: whole buffers from the ring, and the last bytes, no whole page, through it."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._offset = 0  # in the file, of the buffer being filled
-        self._current: mmap.mmap | None = None
-        self._filled = 0
-        self._borrowed: list[mmap.mmap] = []
-        self._free: SimpleQueue[mmap.mmap | None] = SimpleQueue()
-        self._full: SimpleQueue[tuple[mmap.mmap, int, int] | None] = SimpleQueue()
-        self._thread: Worker | None = None
-        self._failure: BaseException | None = None
-        self._stopped = False
-
-    def append(self, view: memoryview, sums: BlockSums | None) -> None:
-        at = 0
-        while at < len(view):
-            if self._current is None:
-                self._current, self._filled = self._next_buffer(), 0
-            # In one step: beside a busy thread of Python the lock that this one needs after each step takes
-            # 5 ms to get. Copying 1 MiB at a time is 1.1 times as fast where nobody is there.
-            step = min(BUFFER_NBYTES - self._filled, len(view) - at)
-            with memoryview(self._current)[self._filled : self._filled + step] as slot:
-                copy_bytes(slot, view[at : at + step])
-                if sums is not None:
-                    # Of the copy, not of the source: a tensor that somebody changes meanwhile still
-                    # gives a file that agrees with its checksums.
-                    sums.update(slot)
-            at += step
-            self._filled += step
-            if self._filled == BUFFER_NBYTES:
-                self._submit(self._current, BUFFER_NBYTES)
-        self._raise_failure()
+        self._ring = BufferRing(functools.partial(_write_direct, fd), unit=PAGE)
+        self.append, self.abort = self._ring.append, self._ring.abort
 
     def finish(self) -> None:
-        tail = bytearray()
-        if self._current is not None:
-            # The last bytes are no multiple of a page: they alone go through the page cache.
-            whole = self._filled - self._filled % PAGE if self._thread else 0
-            tail = bytearray(memoryview(self._current)[whole : self._filled])
-            if whole:
-                self._submit(self._current, whole)
-        self._end_thread()
-        self._raise_failure()
-        self._give_back()
+        tail, offset = self._ring.finish()
         set_direct(self._fd, on=False)
-        write_fully(self._fd, [tail], self._offset)
+        write_fully(self._fd, [tail], offset)
 
-    def abort(self) -> None:
-        self._stopped = True
-        self._end_thread()
-        self._give_back()
 
-    def _next_buffer(self) -> mmap.mmap:
-        if self._free.empty() and len(self._borrowed) < RING:
-            self._borrowed.append(borrow())
-            return self._borrowed[-1]
-        buffer = self._free.get()
-        if buffer is None:
-            self._raise_failure()
-        assert buffer is not None, "the thread ended without a reason"
-        return buffer
-
-    def _submit(self, buffer: mmap.mmap, nbytes: int) -> None:
-        if self._thread is None:
-            self._thread = Worker(self._write_full_buffers, name="holdfast-writer")
-            self._thread.start()
-        self._full.put((buffer, nbytes, self._offset))
-        self._offset += nbytes
-        self._current = None
-
-    def _write_full_buffers(self) -> None:
-        try:
-            while (job := self._full.get()) is not None and not self._stopped:
-                buffer, nbytes, offset = job
-                self._write(buffer, nbytes, offset)
-                self._free.put(buffer)
-        except BaseException as error:  # noqa: BLE001 - kept for the caller, whatever it is
-            self._failure = error
-            self._free.put(None)
-
-    def _write(self, buffer: mmap.mmap, nbytes: int, offset: int) -> None:
-        with memoryview(buffer)[:nbytes] as whole:
-            try:
-                write_fully(self._fd, [whole], offset)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                # Some file systems accept O_DIRECT and then refuse the write. Through the page cache it
-                # works; or it shows what was really wrong.
-                set_direct(self._fd, on=False)
-                write_fully(self._fd, [whole], offset)
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            self._end_thread()
-            raise self._failure
-
-    def _end_thread(self) -> None:
-        if self._thread is not None:
-            self._full.put(None)
-            wait_for_all([self._thread])
-            self._thread = None
-
-    def _give_back(self) -> None:
-        while self._borrowed:
-            give_back(self._borrowed.pop())
-        self._current = None
+def _write_direct(fd: int, whole: memoryview, offset: int) -> None:
+    try:
+        write_fully(fd, [whole], offset)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        # Some file systems accept O_DIRECT and then refuse the write. Through the page cache it works; or it
+        # shows what was really wrong.
+        set_direct(fd, on=False)
+        write_fully(fd, [whole], offset)

@@ -8,12 +8,11 @@ it. Every rank checks the bytes that it got, as if it had read them itself.
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from typing_extensions import Buffer
 
 from holdfast._io.blocks import BlockChecker, crc32
-from holdfast._io.store import ByteStore, FileReader, FileWriter, byte_view
+from holdfast._io.store import FileReader, FileSource, byte_view
 from holdfast._ranks.broadcast import Broadcast
 from holdfast.errors import ChecksumError, StorageError
 
@@ -23,7 +22,7 @@ _HEADER = struct.Struct("<32sI")
 """What the bytes are, as a digest of file, offset and length; then their CRC-32, or 0."""
 
 
-class BroadcastSource(ByteStore):
+class BroadcastSource(FileSource):
     """A checkpoint as the members of a broadcast read it. Each member makes the same calls in the same order.
 
     Args:
@@ -33,8 +32,9 @@ class BroadcastSource(ByteStore):
         first: The place in the broadcast of the member that reads first.
     """
 
-    def __init__(self, store: ByteStore, broadcast: Broadcast, rank: int, first: int) -> None:
+    def __init__(self, store: FileSource, broadcast: Broadcast, rank: int, first: int) -> None:
         self.url = store.url
+        self.traits = store.traits
         self.store = store
         self._broadcast = broadcast
         self._rank = rank
@@ -84,26 +84,6 @@ class BroadcastSource(ByteStore):
     def exists(self, name: str) -> bool:
         """Whether there is such a file."""
         return self.store.exists(name)
-
-    def make(self) -> None:
-        """Nothing is written here."""
-        raise NotImplementedError
-
-    def create(self, name: str, *, nbytes_hint: int | None = None, durable: bool = True) -> FileWriter:
-        """Nothing is written here."""
-        raise NotImplementedError
-
-    def replace(self, name: str, *pieces: Buffer, durable: bool = True) -> None:
-        """Nothing is written here."""
-        raise NotImplementedError
-
-    def delete(self, names: Any) -> None:
-        """Nothing is written here."""
-        raise NotImplementedError
-
-    def sync(self) -> None:
-        """Nothing is written here."""
-        raise NotImplementedError
 
 
 class _BroadcastReader(FileReader):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast._io.progress import STRIDE, ProgressTracker
-from holdfast._io.store import ByteStore, FileReader
+from holdfast._io.store import FileReader, FileSource
 
 __all__ = ["SharedFile"]
 
@@ -22,7 +22,7 @@ class SharedFile:
         progress: Told of every byte that is read.
     """
 
-    def __init__(self, store: ByteStore, name: str, progress: ProgressTracker | None = None) -> None:
+    def __init__(self, store: FileSource, name: str, progress: ProgressTracker) -> None:
         self.store = store
         self.name = name
         self._progress = progress
@@ -46,9 +46,8 @@ class SharedFile:
         self._report(len(view))
 
     def _report(self, nbytes: int) -> None:
-        if self._progress is not None:
-            for at in range(0, nbytes, STRIDE):
-                self._progress.advance(min(STRIDE, nbytes - at))
+        for at in range(0, nbytes, STRIDE):
+            self._progress.advance(min(STRIDE, nbytes - at))
 
     def _open(self) -> FileReader:
         with self._lock:

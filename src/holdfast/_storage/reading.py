@@ -2,15 +2,14 @@
 
 from collections.abc import Callable
 
-from holdfast._format.metadata_file import FILE_NAME
+from holdfast._format.names import METADATA, is_data_file, metadata_name, metadata_rank
 from holdfast._io import pool
 from holdfast._io.pool import Budget, Cancellation
 from holdfast._io.progress import ProgressTracker
-from holdfast._io.store import ByteStore
+from holdfast._io.store import FileSource
 from holdfast._storage.destinations import PlannerCalls
 from holdfast._storage.item_reader import Chunk, ItemReader, ReadContext
 from holdfast._storage.metadata_reading import load_metadata
-from holdfast._storage.names import is_data_file, is_rank_metadata
 from holdfast._storage.object_reader import object_job
 from holdfast._storage.open_files import SharedFile
 from holdfast._storage.own_parts import join_parts
@@ -24,26 +23,26 @@ from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 __all__ = ["read_items", "read_metadata_file", "read_own_parts"]
 
-_LARGEST_METADATA = 16 << 30
+LARGEST_METADATA = 16 << 30
 
 
-def read_metadata_file(store: ByteStore, *, rank: int | None = None, allow_pickle: bool = False) -> Metadata:
+def read_metadata_file(store: FileSource, *, rank: int | None = None, allow_pickle: bool = False) -> Metadata:
     """The metadata of the checkpoint in a store.
 
     Raises:
         CheckpointNotFoundError: There is no complete checkpoint.
         IntegrityError: There is one, and its metadata is damaged or unsafe.
     """
-    name = FILE_NAME if rank is None else f"__{rank}{FILE_NAME}"
+    name = metadata_name(rank)
     try:
-        data = store.read(name, max_bytes=_LARGEST_METADATA)
+        data = store.read(name, max_bytes=LARGEST_METADATA)
     except CheckpointNotFoundError as error:
         raise CheckpointNotFoundError(_explain_absence(store, name), path=store.url) from error
     return load_metadata(data, path=f"{store.url}/{name}", allow_pickle=allow_pickle)
 
 
 def read_own_parts(
-    store: ByteStore, *, rank: int, world_size: int | None, allow_pickle: bool = False
+    store: FileSource, *, rank: int, world_size: int | None, allow_pickle: bool = False
 ) -> Metadata:
     """The metadata of a checkpoint that ranks wrote each for itself, as a rank sees it.
 
@@ -59,15 +58,15 @@ def read_own_parts(
     """
     if world_size is None:
         return read_metadata_file(store, rank=rank, allow_pickle=allow_pickle)
-    numbers = sorted(int(name[2:].split(".")[0]) for name in store.list() if is_rank_metadata(name))
+    numbers = sorted(found for name in store.names() if (found := metadata_rank(name)) is not None)
     parts = {number: read_metadata_file(store, rank=number, allow_pickle=allow_pickle) for number in numbers}
     if not parts:
-        raise CheckpointNotFoundError(_explain_absence(store, FILE_NAME), path=store.url)
+        raise CheckpointNotFoundError(_explain_absence(store, METADATA), path=store.url)
     return join_parts(parts, rank=rank, world_size=world_size, path=store.url)
 
 
-def _explain_absence(store: ByteStore, name: str) -> str:
-    names = store.list()
+def _explain_absence(store: FileSource, name: str) -> str:
+    names = store.names()
     if not names:
         return f"no checkpoint at {store.url}: there is no such folder, or it is empty"
     if any(map(is_data_file, names)):
@@ -79,7 +78,7 @@ def _explain_absence(store: ByteStore, name: str) -> str:
 
 
 def read_items(
-    store: ByteStore,
+    store: FileSource,
     plan: LoadPlan,
     planner: LoadPlanner,
     metadata: Metadata,
@@ -88,7 +87,7 @@ def read_items(
     threads: int,
     budget: int,
     verify: bool,
-    progress: ProgressTracker | None = None,
+    progress: ProgressTracker,
 ) -> None:
     """Read every item of a plan and give it to the planner.
 
@@ -128,9 +127,9 @@ def read_items(
             file.close()
 
 
-def _check_sizes(store: ByteStore, requests: dict[str, FileRequest]) -> None:
+def _check_sizes(store: FileSource, requests: dict[str, FileRequest]) -> None:
     """Raise unless every file is there, and as long as what is needed of it."""
-    sizes = store.list()
+    sizes = store.list() if store.traits.lists_sizes else {}
     for name, request in requests.items():
         (key, end), path = request.last, f"{store.url}/{name}"
         size = sizes.get(name)

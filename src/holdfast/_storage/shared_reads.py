@@ -10,7 +10,7 @@ import torch
 
 from holdfast._io import pool
 from holdfast._io.pool import Cancellation
-from holdfast._io.store import ByteStore
+from holdfast._io.store import FileSource
 from holdfast._plan.planner_values import own_values
 from holdfast._plan.read_columns import ReadColumns, ReadItems
 from holdfast._ranks.exchange import Exchange
@@ -28,12 +28,12 @@ _MOST_BROADCASTS = 4
 
 
 def read_together(
-    store: ByteStore,
+    store: FileSource,
     finish_plan: Callable[[], LoadPlan],
     planner: LoadPlanner,
     metadata: Metadata,
     exchange: Exchange,
-    read: Callable[[ByteStore, LoadPlan, int | None], None],
+    read: Callable[[FileSource, LoadPlan, int | None], None],
     *,
     willing: bool,
 ) -> Callable[[], None]:
@@ -172,11 +172,11 @@ class _Reading:
 
     def __init__(
         self,
-        store: ByteStore,
+        store: FileSource,
         names: _Names,
         groups: list[_Group],
         exchange: Exchange,
-        read: Callable[[ByteStore, LoadPlan, int | None], None],
+        read: Callable[[FileSource, LoadPlan, int | None], None],
     ) -> None:
         self.store = store
         self.names = names

@@ -1,39 +1,30 @@
-"""Writing a checkpoint into a ByteStore: all items of a plan, the commit, and the clean-up after it."""
+"""Writing the items of a plan into data files of a store."""
 
 import contextlib
 import heapq
 import io
 import itertools
-import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from holdfast._format.manifest import Manifest
-from holdfast._format.metadata_file import FILE_NAME
 from holdfast._io import pool
 from holdfast._io.pool import Cancellation
 from holdfast._io.progress import ProgressTracker
 from holdfast._io.store import ByteStore
 from holdfast._plan.planner_values import own_values
 from holdfast._plan.write_columns import TENSOR, columns_of, is_open
+from holdfast._storage.cleanup import delete_quietly
 from holdfast._storage.item_writer import PACK, ItemWriter
-from holdfast._storage.metadata_writing import dump_manifest
-from holdfast._storage.names import is_data_file, is_leftover, is_rank_metadata, shows_a_checkpoint
-from holdfast._storage.reading import read_metadata_file
 from holdfast._storage.results import Results, WrittenItems
 from holdfast._storage.small_items import SMALL
-from holdfast.errors import CheckpointError, InvalidPlanError, StorageError
+from holdfast.errors import InvalidPlanError
 from holdfast.extension import StreamTransformExtension
-from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan, SavePlanner
 
-__all__ = ["commit", "discard", "existing_checkpoint", "remove_unreferenced", "write_items"]
+__all__ = ["write_items"]
 
-logger = logging.getLogger(__name__)
-
-_FILE_BUFFERS = 32 * 1024 * 1024
 _WRAP = 700
 """About what the container of a small tensor takes."""
 
@@ -51,15 +42,33 @@ def write_items(
     budget: int,
     progress: ProgressTracker,
 ) -> Results:
-    """Write every item of a plan into new files; on return they are on stable storage, names included."""
+    """Write every item of a plan into new files; on return they are on stable storage, names included.
+
+    Args:
+        store: Where to.
+        plan: What to write.
+        planner: Gives the data.
+        name_file: Names the rank's files by their numbers.
+        one_file: One file for each thread. False: one for each item.
+        threads: How many threads write, at most.
+        durable: Whether to wait for stable storage.
+        transforms: What each item goes through; the first one stands next to the file.
+        budget: The most memory taken besides the state.
+        progress: Is told of the bytes that were written. An exception that it raises stops the write.
+
+    Raises:
+        InvalidPlanError: The planner gave neither a tensor nor bytes.
+        OSError: The storage failed. In this and any other case none of the files is left.
+    """
     work = _Work(plan, planner, straight=not transforms)
     count = len(work.columns)
     buckets = _deal(work.nbytes, threads) if one_file else [[number] for number in range(count)]
     cancellation = Cancellation()
     # A file being written holds a ring of buffers; what is not in the host's memory as it is stored takes
     # copies besides. With many threads and a small budget, fewer work at once.
-    threads = max(1, min(threads, budget // (2 * _FILE_BUFFERS)))
-    copy_at_once = max(1 << 20, min(_FILE_BUFFERS, budget // threads - _FILE_BUFFERS))
+    buffers = store.traits.writer_nbytes
+    threads = max(1, min(threads, budget // (2 * buffers)))
+    copy_at_once = max(1 << 20, min(buffers, budget // threads - buffers))
     finished: list[str] = []
 
     def job(file_number: int, numbers: Sequence[int]) -> WrittenItems:
@@ -86,7 +95,7 @@ def write_items(
         if durable and jobs:
             store.sync()
     except BaseException:
-        _delete_quietly(store, finished)
+        delete_quietly(store, finished)
         raise
     descriptors = tuple(transform.get_descriptor() for transform in transforms) or None
     names = list(map(name_file, range(len(jobs))))
@@ -172,73 +181,3 @@ def _deal(nbytes: Sequence[int], count: int) -> list[Sequence[int]]:
         groups[number].append(line)
         heapq.heappush(heap, (so_far + nbytes[line] + 1, number))
     return [group for group in groups if group]
-
-
-def commit(
-    store: ByteStore,
-    metadata: Metadata,
-    manifest: Manifest,
-    *,
-    name: str = FILE_NAME,
-    durable: bool,
-    torch_compatible: bool,
-    confirm: Callable[[], None],
-) -> None:
-    """Make the checkpoint exist: one atomic replace of its metadata file, directly after ``confirm``."""
-    pieces = dump_manifest(manifest, metadata, torch_compatible=torch_compatible)
-    confirm()
-    store.replace(name, *pieces, durable=durable)
-
-
-def existing_checkpoint(store: ByteStore) -> str | None:
-    """The name of a file that shows that there is a checkpoint, of any form; None if there is none."""
-    for name in sorted(store.list()):
-        if shows_a_checkpoint(name):
-            return name
-    return None
-
-
-def remove_unreferenced(store: ByteStore, manifest: Manifest, *, only_rank: int | None = None) -> None:
-    """After a commit: remove data files that the checkpoint does not use, and leftovers of other saves.
-
-    A failure is logged and not raised: the checkpoint is complete, and the files are only in the way.
-
-    Args:
-        store: The checkpoint's folder.
-        manifest: What was committed.
-        only_rank: For a checkpoint of one rank's own part, that rank: the others' files are not touched.
-    """
-    try:
-        used = set(manifest.file_names)
-        store.delete(
-            name
-            for name in store.list()
-            if name not in used
-            and (
-                is_data_file(name, only_rank)
-                or (only_rank is None and (is_rank_metadata(name) or is_leftover(name)))
-            )
-        )
-    except (OSError, StorageError) as error:
-        logger.warning("%s: files of an earlier save could not be removed: %s", store.url, error)
-
-
-def discard(store: ByteStore, names: Iterable[str], *, save_id: str, rank: int | None) -> None:
-    """After a save that failed: remove its files, unless it was committed after all.
-
-    The step that failed may have been the last one, which makes the new name durable.
-    """
-    try:
-        there = read_metadata_file(store, rank=rank).storage_meta
-    except (CheckpointError, OSError):
-        there = None
-    if there is None or there.save_id != save_id:
-        _delete_quietly(store, names)
-
-
-def _delete_quietly(store: ByteStore, names: Iterable[str]) -> None:
-    """Make room after a failure, which is already on its way to the caller."""
-    try:
-        store.delete(names)
-    except (OSError, StorageError) as error:
-        logger.warning("%s: files of a failed save could not be removed: %s", store.url, error)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from holdfast._format.description import ints
 from holdfast._format.item_table import StorageInfo
 from holdfast._io.blocks import crc32, split_ranges
-from holdfast._io.store import ByteStore, FileReader
+from holdfast._io.store import FileReader, FileSource
 from holdfast.cli.report import Report
 from holdfast.errors import ChecksumError
 
@@ -46,7 +46,7 @@ _MEMORY = _Memory()
 class _File(NamedTuple):
     """What all jobs of one data file share."""
 
-    store: ByteStore
+    store: FileSource
     name: str
     rank: int | None
     block_size: int
@@ -64,7 +64,7 @@ class _File(NamedTuple):
 
 
 def holdfast_jobs(
-    store: ByteStore,
+    store: FileSource,
     name: str,
     items: Iterable[KeyedItem],
     *,

@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterator
 
 from holdfast._format.inventory import Inventory, StoredChunk, TensorEntry
 from holdfast._format.item_table import StorageInfo
+from holdfast._format.names import is_leftover, metadata_rank, parse_data_file
 from holdfast._geometry import Box, check_cover
-from holdfast._io.store import ByteStore
+from holdfast._io.store import FileSource
 from holdfast.cli.checking import KeyedItem, holdfast_jobs
 from holdfast.cli.checking_torch import TorchItem, torch_jobs
-from holdfast.cli.opening import DATA_FILE, LEFTOVER, RANK_METADATA, Checkpoint
+from holdfast.cli.opening import Checkpoint
 from holdfast.cli.report import Report
 from holdfast.cli.text import shape_text, size_text
 
@@ -18,7 +19,7 @@ Stored = tuple[str, StoredChunk | None, StorageInfo]
 
 
 def part_jobs(
-    store: ByteStore, part: Inventory, sizes: dict[str, int], report: Report
+    store: FileSource, part: Inventory, sizes: dict[str, int], report: Report
 ) -> Iterator[Callable[[], None]]:
     """Report what metadata and folder alone tell, and make the jobs that read the rest.
 
@@ -116,8 +117,8 @@ def unused_files(checkpoint: Checkpoint, parts: list[Inventory], sizes: dict[str
         return
     used = {name for part in parts for name in part.files} | {name for _, name in checkpoint.metadata_names}
     for name in sorted(sizes.keys() - used):
-        data = DATA_FILE.fullmatch(name)
-        if checkpoint.only_rank is not None and not (data and int(data[1]) == checkpoint.only_rank):
+        data = parse_data_file(name)
+        if checkpoint.only_rank is not None and not (data and data.rank == checkpoint.only_rank):
             continue
-        if data or LEFTOVER.fullmatch(name) or RANK_METADATA.fullmatch(name):
+        if data or is_leftover(name) or metadata_rank(name) is not None:
             yield f"{name} ({size_text(sizes[name])}) is not part of this checkpoint: left by another save"

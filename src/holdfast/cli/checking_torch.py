@@ -14,7 +14,7 @@ from holdfast._format.torch_item_reader import read_item_layout
 from holdfast._format.torch_item_zip import Archive
 from holdfast._geometry import volume
 from holdfast._io.blocks import crc32
-from holdfast._io.store import ByteStore, FileReader
+from holdfast._io.store import FileReader, FileSource
 from holdfast.cli.report import Report
 from holdfast.cli.text import shape_text
 from holdfast.errors import ChecksumError, ExtensionError, IntegrityError
@@ -57,7 +57,7 @@ ReadAt = Callable[[int, int], bytes]
 
 
 def torch_jobs(
-    store: ByteStore, items: Iterable[TorchItem], report: Report, rank: int | None
+    store: FileSource, items: Iterable[TorchItem], report: Report, rank: int | None
 ) -> Iterator[Callable[[], None]]:
     """Jobs that check the items of one file, each a few MiB of them."""
     batch: list[TorchItem] = []
@@ -72,7 +72,7 @@ def torch_jobs(
         yield partial(_check_batch, store, batch, report, rank)
 
 
-def _check_batch(store: ByteStore, batch: list[TorchItem], report: Report, rank: int | None) -> None:
+def _check_batch(store: FileSource, batch: list[TorchItem], report: Report, rank: int | None) -> None:
     with store.open(batch[0].item.relative_path) as reader:
         for stored in batch:
             item = stored.item

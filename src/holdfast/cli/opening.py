@@ -1,20 +1,17 @@
 """From the path that a user names to the checkpoint that is there."""
 
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast._format.inventory import Inventory, read_inventory
-from holdfast._format.metadata_file import FILE_NAME
-from holdfast._io.local import LocalStore
+from holdfast._format.names import METADATA, is_data_file, metadata_rank
+from holdfast._io.places import local_path, open_place
+from holdfast._io.store import FileSource
 from holdfast.errors import CheckpointNotFoundError
 
-__all__ = ["DATA_FILE", "LEFTOVER", "RANK_METADATA", "Checkpoint", "find_checkpoint"]
+__all__ = ["Checkpoint", "find_checkpoint"]
 
-DATA_FILE = re.compile(r"__(\d+)_(\d+)(?:-[0-9a-f]+)?\.distcp")
-RANK_METADATA = re.compile(r"__(\d+)\.metadata")
-LEFTOVER = re.compile(r"(?:__\d+)?\.metadata\..*tmp")
 _LARGEST_METADATA = 16 << 30
 
 
@@ -32,7 +29,7 @@ class Checkpoint:
         only_rank: The rank, if the user named its metadata file alone.
     """
 
-    store: LocalStore
+    store: FileSource
     metadata_names: list[tuple[int | None, str]]
     only_rank: int | None = None
 
@@ -53,24 +50,24 @@ def find_checkpoint(path: str) -> Checkpoint:
     Raises:
         CheckpointNotFoundError: There is none.
     """
+    path = local_path(path)
     folder, name = os.path.split(path)
-    part = RANK_METADATA.fullmatch(name)
-    if (part or name == FILE_NAME) and not os.path.isdir(path):
-        store = LocalStore(folder or ".")
-        if name not in store.list():
+    rank = metadata_rank(name)
+    if (rank is not None or name == METADATA) and not os.path.isdir(path):
+        store = open_place(folder or ".")
+        if not store.exists(name):
             raise CheckpointNotFoundError(f"{path}: there is no such file", path=path)
-        rank = int(part[1]) if part else None
         return Checkpoint(store, [(rank, name)], rank)
     if not os.path.isdir(path):
         what = (
             "is not a folder and not a .metadata file" if os.path.exists(path) else "there is no such folder"
         )
         raise CheckpointNotFoundError(f"{path}: {what}", path=path)
-    store = LocalStore(path.rstrip("/") or "/")
     names = os.listdir(path)
-    if FILE_NAME in names:
-        return Checkpoint(store, [(None, FILE_NAME)])
-    ranks = sorted((int(part[1]), name) for name in names if (part := RANK_METADATA.fullmatch(name)))
+    store = open_place(path.rstrip("/") or "/")
+    if METADATA in names:
+        return Checkpoint(store, [(None, METADATA)])
+    ranks = sorted((rank, name) for name in names if (rank := metadata_rank(name)) is not None)
     if not ranks:
         raise CheckpointNotFoundError(_explain_absence(path, names), path=path)
     return Checkpoint(store, [*ranks])
@@ -79,7 +76,7 @@ def find_checkpoint(path: str) -> Checkpoint:
 def _explain_absence(path: str, names: list[str]) -> str:
     if not names:
         return f"{path}: the folder is empty"
-    if any(DATA_FILE.fullmatch(name) for name in names):
-        return f"{path}: has data files, but no {FILE_NAME}: the save did not complete"
+    if any(map(is_data_file, names)):
+        return f"{path}: has data files, but no {METADATA}: the save did not complete"
     near = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
-    return f"{path}: no checkpoint here; it has no {FILE_NAME} (it has {near})"
+    return f"{path}: no checkpoint here; it has no {METADATA} (it has {near})"

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from holdfast._format.inventory import Inventory
-from holdfast.cli.opening import DATA_FILE
+from holdfast._format.names import parse_data_file
 from holdfast.cli.tree import entry_nbytes
 
 __all__ = ["summarize"]
@@ -31,7 +31,7 @@ def summarize(part: Inventory, sizes: dict[str, int]) -> dict[str, Any]:
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created_ns // 1_000_000_000)),
         "created_source": source,
         "world_size": part.world_size,
-        "ranks_with_data": len({found[1] for name in part.files if (found := DATA_FILE.fullmatch(name))}),
+        "ranks_with_data": len({file.rank for name in part.files if (file := parse_data_file(name))}),
         "save_id": part.save_id,
         "checkpoint_id": part.checkpoint_id,
         "torch_readable": part.torch_readable,
@@ -79,5 +79,5 @@ def _files(part: Inventory, sizes: dict[str, int]) -> list[dict[str, Any]]:
 
 def _place_of(name: str) -> tuple[int, int, str]:
     """Sorts the files of rank 10 behind those of rank 9."""
-    found = DATA_FILE.fullmatch(name)
-    return (int(found[1]), int(found[2]), name) if found else (-1, -1, name)
+    file = parse_data_file(name)
+    return (file.rank, file.number, name) if file else (-1, -1, name)

@@ -1,4 +1,4 @@
-"""Reading a checkpoint from a folder of a file system."""
+"""Owns the storage reader over any store: metadata, and the ranges that a plan asks for."""
 
 import os
 import uuid
@@ -7,59 +7,59 @@ from typing import Any
 
 from torch.futures import Future
 
-from holdfast._file_system import FileSystem, FileSystemBase
-from holdfast._folder_writer import DEFAULT_BUDGET
+from holdfast._context import LoadContext
 from holdfast._foreign import called_by_torch, our_load_planner, to_ours, to_torch
-from holdfast._io.local import LocalStore
-from holdfast._io.store import ByteStore
+from holdfast._io.places import open_place
+from holdfast._io.store import FileSource
 from holdfast._known_methods import known_to_engine
 from holdfast._ranks.exchange import Exchange
 from holdfast._storage.reading import read_items, read_metadata_file, read_own_parts
 from holdfast._storage.shared_reads import read_together
+from holdfast._storage.store_writer import DEFAULT_BUDGET
 from holdfast.errors import UsageError
 from holdfast.extension import ExtensionRegistry
 from holdfast.metadata import Metadata, StorageMeta
 from holdfast.planner import LoadPlan, LoadPlanner
 from holdfast.storage import StorageReader
 
-__all__ = ["FileSystemReader"]
-
-_READ_THREADS = 4
+__all__ = ["StoreReader"]
 
 
-class FileSystemReader(StorageReader):
-    """Reads a checkpoint from a folder, ours or torch's.
+class StoreReader(StorageReader):
+    """Reads a checkpoint from a store, ours or torch's.
 
     Only the bytes that are needed are read. Of our checkpoints each is checked; of torch's, each tensor
-    that is read whole. The folder needs to be readable, nothing more.
+    that is read whole. The place needs to be readable, nothing more.
 
     Args:
-        path: The folder.
-        _extension_registry: Knows stream transforms besides the built-in ones.
-        thread_count: How many threads read.
+        store: The place; None for a subclass that has its own property ``store``.
+        registry: Knows stream transforms besides the built-in ones.
+        thread_count: How many threads read; by default as many as suit the store.
         memory_budget: The most bytes of memory taken besides the state.
         verify: Compare checksums. False finds no damage.
         allow_pickle: Let planner data in the metadata be unpickled freely, running what code it holds.
         share_reads: Let one rank read what several need, and pass it on: storage is asked for each byte
             once. False: each rank reads what it needs, which is faster where storage is as fast as memory.
+
+    Attributes:
+        context: The load that is being served. It stays behind when the reader is pickled.
     """
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
-        _extension_registry: ExtensionRegistry | None = None,
+        store: FileSource | None,
         *,
-        thread_count: int = _READ_THREADS,
+        registry: ExtensionRegistry | None = None,
+        thread_count: int | None = None,
         memory_budget: int = DEFAULT_BUDGET,
         verify: bool = True,
         allow_pickle: bool = False,
         share_reads: bool = True,
     ) -> None:
-        if thread_count < 1:
+        if thread_count is not None and thread_count < 1:
             raise UsageError(f"thread_count must be at least 1, not {thread_count}")
-        self.fs: FileSystemBase = FileSystem()
-        self.path = self.fs.init_path(path)
-        self.registry = _extension_registry or ExtensionRegistry()
+        self._store = store
+        self.registry = registry or ExtensionRegistry()
         self.thread_count = thread_count
         self.memory_budget = memory_budget
         self.verify = verify
@@ -69,23 +69,38 @@ class FileSystemReader(StorageReader):
         self.storage_data: dict[Any, Any] = {}
         self.rank: int | None = None
         self.use_collectives = True
+        self.context = LoadContext()
         self._metadata: Metadata | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "context": LoadContext()}
+
+    @property
+    def store(self) -> FileSource:
+        """The place."""
+        assert self._store is not None
+        return self._store
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """How the user would name the place."""
+        return self.store.url
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new load, from another folder if one is named."""
+        """Begin a new load, from another place if one is named."""
         if checkpoint_id:
-            self.path = self.fs.init_path(checkpoint_id)
+            self._move_to(checkpoint_id)
         self.load_id = uuid.uuid4().hex
         self.storage_data = {}
         self._metadata = None
 
-    def _store(self) -> ByteStore:
-        return LocalStore(os.fspath(self.path))
+    def _move_to(self, checkpoint_id: str | os.PathLike[str]) -> None:
+        self._store = open_place(checkpoint_id)
 
     @known_to_engine
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
         """The checkpoint's metadata; with ``rank``, as that rank sees what ranks wrote each for itself."""
-        store, rank = self._store(), kwargs.get("rank")
+        store, rank = self.store, kwargs.get("rank")
         if rank is None:
             metadata = read_metadata_file(store, allow_pickle=self.allow_pickle)
         else:
@@ -102,15 +117,16 @@ class FileSystemReader(StorageReader):
     def set_up_storage_reader(
         self,
         metadata: Metadata,
-        is_coordinator: bool,  # noqa: ARG002
+        is_coordinator: bool,
         *args: Any,  # noqa: ARG002
         **kwargs: Any,
     ) -> None:
-        """Keep the metadata."""
+        """Keep the metadata, and the context of the load."""
         self._metadata = to_ours(metadata)
         self.storage_data = self._metadata.storage_data
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True)
+        self.context = kwargs.get("context") or LoadContext(is_coordinator=is_coordinator)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Nothing to add."""
@@ -124,12 +140,12 @@ class FileSystemReader(StorageReader):
     @known_to_engine
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
         """Read what the plan asks for, and hand it to the planner."""
-        self._read(self._store(), to_ours(plan), our_load_planner(planner), None)
+        self._read(self.store, to_ours(plan), our_load_planner(planner), None)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read(self, store: ByteStore, plan: LoadPlan, planner: LoadPlanner, threads: int | None) -> None:
+    def _read(self, store: FileSource, plan: LoadPlan, planner: LoadPlanner, threads: int | None) -> None:
         if self._metadata is None:
             raise UsageError("set_up_storage_reader must be called before read_data")
         read_items(
@@ -138,9 +154,10 @@ class FileSystemReader(StorageReader):
             planner,
             self._metadata,
             registry=self.registry,
-            threads=threads or self.thread_count,
+            threads=threads or self.thread_count or store.traits.requests_in_flight,
             budget=self.memory_budget,
             verify=self.verify,
+            progress=self.context.progress,
         )
 
     def read_data_together(
@@ -153,19 +170,18 @@ class FileSystemReader(StorageReader):
         """
         assert self._metadata is not None
 
-        def read(store: ByteStore, part: LoadPlan, threads: int | None) -> None:
+        def read(store: FileSource, part: LoadPlan, threads: int | None) -> None:
             self._read(store, part, planner, threads)
 
         return read_together(
-            self._store(), finish_plan, planner, self._metadata, exchange, read, willing=self.share_reads
+            self.store, finish_plan, planner, self._metadata, exchange, read, willing=self.share_reads
         )
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """The folder."""
-        return self.path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it names a place in a file system."""
-        return FileSystem.validate_checkpoint_id(checkpoint_id)
+        """Whether it names a place that there is a store for."""
+        try:
+            open_place(checkpoint_id)
+        except UsageError:
+            return False
+        return True

@@ -1,0 +1,240 @@
+"""Owns the contract of one open file: written from front to back, or read in ranges, whatever keeps it."""
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Sequence
+from types import TracebackType
+
+from typing_extensions import Buffer, Self
+
+from holdfast._io.blocks import BLOCK_SIZE, BlockChecker, BlockSums, check_block_table
+from holdfast._io.progress import STRIDE, ProgressTracker
+from holdfast.errors import MetadataFormatError, TruncatedFileError, UsageError
+
+__all__ = ["FileReader", "FileWriter", "byte_view"]
+
+
+def byte_view(data: Buffer) -> memoryview:
+    """The bytes of any contiguous buffer, without a copy. Raises TypeError for one that is not contiguous."""
+    view = memoryview(data)
+    # Python refuses to cast a view that has a zero in its shape.
+    return view.cast("B") if view.nbytes else memoryview(bytearray())
+
+
+class FileWriter(ABC):
+    """Writes one new file from front to back; one thread at a time.
+
+    A with-block finishes the file when it ends, and aborts it when an exception leaves it. After any
+    exception from ``write``, ``write_blocks``, ``pad_to`` or ``finish`` the writer has aborted by
+    itself: its file is gone and no thread of it is alive. A failed flush is never tried again, because
+    the second one would report success for bytes that the kernel has already dropped.
+
+    The caller must not change a buffer while it is being written. It may do so as soon as the call
+    returns: what is not written yet has been copied.
+
+    An implementation has ``_append``, ``_complete`` and ``_discard``.
+
+    Attributes:
+        path: The file.
+        position: How many bytes it has been given.
+        progress: Is told of the bytes that were taken. An exception that it raises leaves ``write``.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.position = 0
+        self.progress = ProgressTracker()
+        self._ended: str | None = None
+
+    def write(self, data: Buffer, sums: BlockSums | None = None) -> None:
+        """Append the bytes of any contiguous buffer.
+
+        With ``sums``, they are the next bytes of a payload that comes in several writes: its checksums
+        are computed in the same pass, of the bytes that are handed to the storage.
+        """
+        self._take(data, sums)
+
+    def write_blocks(self, data: Buffer, block_size: int = BLOCK_SIZE) -> "array[int]":
+        """Append ``data`` as a payload, and return the CRC-32 of each of its blocks.
+
+        They are computed in the same pass, of the bytes that are handed to the storage.
+        """
+        sums = BlockSums(block_size)
+        self._take(data, sums)
+        return sums.finish()
+
+    def pad_to(self, alignment: int) -> None:
+        """Append zeros up to the next multiple of ``alignment``."""
+        if alignment < 1:
+            raise UsageError(f"An alignment must be 1 or more bytes, not {alignment}.", found=alignment)
+        self.write(bytes(-self.position % alignment))
+
+    def finish(self) -> int:
+        """End the file and return its size. When this returns, every byte of a durable file is on stable
+        storage; its name is once ``ByteStore.sync`` has returned too.
+        """
+        self._check_open()
+        try:
+            self._complete()
+        except BaseException:
+            self.abort()
+            raise
+        self._ended = "finished"
+        return self.position
+
+    def abort(self) -> None:
+        """Close the file and remove it. Does nothing once the file is finished or aborted."""
+        if self._ended is None:
+            self._ended = "aborted"
+            self._discard()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.abort()
+        elif self._ended is None:
+            self.finish()
+
+    def _take(self, data: Buffer, sums: BlockSums | None) -> None:
+        self._check_open()
+        view = byte_view(data)
+        try:
+            while view:
+                # Cut where buffers of files are too, so that none is filled in two steps for it.
+                piece = view[: STRIDE - self.position % STRIDE]
+                self._append(piece, sums)
+                self.position += len(piece)
+                self.progress.advance(len(piece))
+                view = view[len(piece) :]
+        except BaseException:
+            self.abort()
+            raise
+
+    def _check_open(self) -> None:
+        if self._ended is not None:
+            raise UsageError(f"{self.path}: this file is {self._ended} already.", path=self.path)
+
+    @abstractmethod
+    def _append(self, view: memoryview, sums: BlockSums | None) -> None:
+        """Take all of ``view`` before returning, and feed the same bytes to ``sums`` if there is one."""
+
+    @abstractmethod
+    def _complete(self) -> None:
+        """Write what is left, make it durable if asked to, and free everything."""
+
+    @abstractmethod
+    def _discard(self) -> None:
+        """Free everything and remove the file. Raises nothing for a file that is gone already."""
+
+
+class FileReader(ABC):
+    """Reads byte ranges of one file; any number of threads at the same time.
+
+    After an exception the destination holds anything: old bytes, new bytes, or wrong ones.
+    """
+
+    path: str
+    nbytes: int
+
+    @abstractmethod
+    def read_into(self, offset: int, buffer: Buffer) -> None:
+        """Fill ``buffer`` with the bytes from ``offset`` on, completely.
+
+        Raises:
+            TruncatedFileError: The file ends before that; nothing was read.
+        """
+
+    def read_blocks_into(
+        self,
+        buffer: Buffer,
+        *,
+        payload_offset: int,
+        payload_nbytes: int,
+        crcs: Sequence[int],
+        block_size: int = BLOCK_SIZE,
+        start: int = 0,
+    ) -> None:
+        """Fill ``buffer`` with the bytes of a payload from ``start`` on, and check every one of them.
+
+        Whole blocks are read straight into ``buffer``. A first or last block that ``buffer`` takes only a
+        part of must still be read entirely to be checked: it goes through memory of one block.
+        To use several threads on one payload, cut it with ``blocks.split_ranges``.
+
+        Args:
+            buffer: The writable destination.
+            payload_offset: Where in the file the payload begins.
+            payload_nbytes: Its size.
+            crcs: The CRC-32 of each of its blocks.
+            block_size: The size of these blocks.
+            start: The first byte wanted, counted from the payload's start.
+
+        Raises:
+            ChecksumError: A block is not the one that was written; names file and offset.
+            TruncatedFileError: The file ends before a block that is needed.
+            MetadataFormatError: Range, payload and checksums do not fit together.
+        """
+        view = byte_view(buffer)
+        stop = start + len(view)
+        check_block_table(crcs, payload_nbytes, block_size, path=self.path)
+        if not 0 <= start <= stop <= payload_nbytes:
+            raise MetadataFormatError(
+                f"{self.path}: bytes {start} to {stop} were asked of a payload that has {payload_nbytes}.",
+                path=self.path,
+                expected=payload_nbytes,
+                found=stop,
+            )
+        at = start
+        while at < stop:
+            first = at // block_size
+            begin, end = first * block_size, min(first * block_size + block_size, payload_nbytes)
+            if begin < at or stop < end:
+                block = memoryview(bytearray(end - begin))
+                self.read_whole_blocks(payload_offset + begin, block, crcs[first : first + 1], block_size)
+                end = min(end, stop)
+                view[at - start : end - start] = block[at - begin : end - begin]
+            else:
+                end = stop if stop == payload_nbytes else stop - stop % block_size
+                last = -(-end // block_size)
+                part = view[at - start : end - start]
+                self.read_whole_blocks(payload_offset + begin, part, crcs[first:last], block_size)
+            at = end
+
+    def read_whole_blocks(self, offset: int, view: memoryview, crcs: Sequence[int], block_size: int) -> None:
+        """Fill ``view`` with whole blocks from ``offset`` on, and check each.
+
+        A store that can read and check in steps overrides this.
+        """
+        self.read_into(offset, view)
+        checker = BlockChecker(crcs, block_size, path=self.path, offset=offset)
+        checker.update(view)
+        checker.finish()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything. Does nothing the second time."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_range(self, offset: int, nbytes: int) -> None:
+        """Raise TruncatedFileError unless the file has ``nbytes`` bytes from ``offset`` on."""
+        if offset < 0:
+            raise MetadataFormatError(f"{self.path}: no byte has the offset {offset}.", path=self.path)
+        if offset + nbytes > self.nbytes:
+            raise TruncatedFileError(
+                f"{self.path}: bytes {offset} to {offset + nbytes} are needed, but the file has "
+                f"{self.nbytes} bytes. It was cut short after it was saved; take another copy of it, or "
+                "another checkpoint.",
+                path=self.path,
+                expected=offset + nbytes,
+                found=self.nbytes,
+            )

@@ -1,0 +1,312 @@
+"""Owns leases: small files by which saves into one place know of each other, and the dead from the living.
+
+A save writes its lease before its first data file, renews it while it runs, and removes it when it is over.
+A lock of the file system (``ByteStore.claim``) is taken as well; but locks may be missing, or end at the
+machine, so that a lease decides. The rules:
+
+- Who finds the lease of another living save removes its own and gives up.
+- Who finds the lease of a dead save removes it, before it writes anything itself.
+- Who does not find its own lease directly before its commit was taken for dead, and commits nothing.
+
+A save whose process can be looked up from here is alive exactly as long as the process is. Any other is
+dead when its lease was not renewed for ``EXPIRY_SECONDS`` by the clock of the store. Not guaranteed: what
+happens if a process is stopped, for longer than that, between the last look at its lease and the commit.
+"""
+
+import functools
+import logging
+import os
+import random
+import socket
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+
+import msgspec
+
+from holdfast._format.names import lease_name, save_of_lease
+from holdfast._io.pool import Worker
+from holdfast._io.store import ByteStore, Claim
+from holdfast.errors import CheckpointError, CheckpointNotFoundError, StorageError
+
+__all__ = ["Lease", "LeaseHolder", "take_lease"]
+
+logger = logging.getLogger(__name__)
+
+RENEWAL_SECONDS = 10.0
+EXPIRY_SECONDS = 60.0
+# Two saves that begin at the same moment may see each other. Then both draw back, and try again.
+_ATTEMPTS = 5
+_LONGEST_PAUSE = 0.2
+
+
+@dataclass(frozen=True)
+class LeaseHolder:
+    """Who writes: enough to look the process up from the same machine, and to name it to a user.
+
+    Attributes:
+        host: The machine's name.
+        boot: What tells this run of this machine from all others; empty if the system does not tell.
+        pid_namespace: What tells the machine's containers apart, as far as process numbers go.
+        pid: The process.
+        started: When the process began, in ticks since the machine did; a later process may have its number.
+        shared: Whether other saves of this kind may run beside this one.
+        renewed_ns: When the lease was written, by the clock of its writer, for stores that tell no times.
+    """
+
+    host: str
+    boot: str
+    pid_namespace: str
+    pid: int
+    started: int
+    shared: bool
+    renewed_ns: int
+
+    @classmethod
+    def this_process(cls, *, shared: bool) -> "LeaseHolder":
+        """This process, now."""
+        return cls(*_identity(os.getpid()), shared=shared, renewed_ns=time.time_ns())
+
+    def encode(self) -> bytes:
+        """The content of a lease."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes | bytearray) -> "LeaseHolder | None":
+        """What a lease says; None if it is not written completely, or is none."""
+        try:
+            return msgspec.json.decode(data, type=cls)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+
+    def is_running(self) -> bool | None:
+        """Whether the process runs; None if it cannot be looked up from here."""
+        boot, namespace = _machine()
+        if not boot or (self.boot, self.pid_namespace) != (boot, namespace):
+            return None
+        return _start_of(self.pid) == self.started
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+@functools.lru_cache(maxsize=1)
+def _identity(pid: int) -> tuple[str, str, str, int, int]:
+    """This process, whose number is asked for because a forked child is another."""
+    return socket.gethostname(), *_machine(), pid, _start_of(pid) or 0
+
+
+@functools.cache
+def _machine() -> tuple[str, str]:
+    """The boot id and the namespace of process numbers; empty where the system does not tell."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip(), os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return "", ""
+
+
+def _start_of(pid: int) -> int | None:
+    """When a process began, in ticks since the machine did; None if it does not run."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b") ")[2].split()
+    except OSError:
+        return None
+    # A process that has ended stays as a zombie until its parent asks for it.
+    return None if fields[0] in {b"Z", b"X"} else int(fields[19])
+
+
+class Lease:
+    """The right of one save to write into a place, until it is released, dropped, or the process ends.
+
+    ``take_lease`` makes it, ``keep`` has it renewed. Dropping it without ``release`` frees the place, too.
+    A forked child has a copy that does nothing.
+
+    Args:
+        store: The place.
+        save_id: The save.
+        holder: Who writes.
+        claim: The lock that goes with it.
+    """
+
+    def __init__(self, store: ByteStore, save_id: str, holder: LeaseHolder, claim: Claim) -> None:
+        self._store = store
+        self._holder = holder
+        self._claim = claim
+        self._owner = os.getpid()
+        self._over = threading.Event()
+        self._thread: Worker | None = None
+        self.name = lease_name(save_id)
+        # Nothing that the finalizer or the thread refers to may refer to the lease.
+        self._drop = weakref.finalize(self, _end, store, self.name, claim, self._over, self._owner)
+        self._drop.atexit = False
+
+    def begin(self) -> None:
+        """Write the lease.
+
+        Raises:
+            StorageError: There is something of that name.
+            OSError: It cannot be written.
+        """
+        data = self._holder.encode()
+        with self._store.create(self.name, nbytes_hint=len(data), durable=False) as file:
+            file.write(data)
+
+    def keep(self) -> None:
+        """Renew the lease from now on, in a thread. Does nothing if that goes on already."""
+        if self._thread is not None:
+            return
+        store, name, over, shared = self._store, self.name, self._over, self._holder.shared
+
+        def renew() -> None:
+            while not over.wait(RENEWAL_SECONDS):
+                try:
+                    if not store.rewrite(name, LeaseHolder.this_process(shared=shared).encode()):
+                        return
+                except Exception as error:  # noqa: BLE001, PERF203 - the next renewal may work
+                    logger.warning("%s: the lease of a save could not be renewed: %s", store.url, error)
+
+        self._thread = Worker(renew, name="holdfast-lease")
+        self._thread.start()
+
+    def pause(self) -> None:
+        """Stop renewing the lease. When this returns, no thread of it is alive."""
+        self._over.set()
+        # A forked child has no such thread.
+        if self._thread is not None and os.getpid() == self._owner:
+            self._thread.wait()
+        self._thread = None
+        self._over.clear()
+
+    def others(self, names: set[str]) -> tuple[dict[str, LeaseHolder], list[str]]:
+        """The other leases among ``names``, which were listed after this lease was written.
+
+        Returns:
+            The living saves with their holders, and the leases of the dead.
+        """
+        living, dead = dict[str, LeaseHolder](), list[str]()
+        leases = {name: save for name in names if (save := save_of_lease(name)) and name != self.name}
+        if leases:
+            self._store.rewrite(self.name, self._holder.encode())
+        now = self._store.modified_ns(self.name) if leases else None
+        for name, save in leases.items():
+            holder = _living_holder(self._store, name, now)
+            if holder is None:
+                dead.append(name)
+            else:
+                living[save] = holder
+        return living, dead
+
+    def check(self) -> None:
+        """Raise StorageError if another save took this one for dead: nothing must be committed then."""
+        if not self._store.exists(self.name):
+            raise StorageError(
+                f"{self._store.url}: this save was stopped for so long that another one took it for dead and "
+                "has removed its files, or is about to. Nothing was committed; save again.",
+                path=self._store.url,
+            )
+
+    def release(self) -> None:
+        """Remove the lease and let others in. Does nothing the second time, and nothing in a forked child."""
+        try:
+            self.pause()
+        finally:
+            self._drop()
+
+
+def _end(store: ByteStore, name: str, claim: Claim, over: threading.Event, owner: int) -> None:
+    if os.getpid() != owner:
+        return
+    over.set()
+    try:
+        store.delete([name])
+    except (OSError, CheckpointError) as error:
+        logger.warning("%s: the lease of a save could not be removed: %s", store.url, error)
+    claim.release()
+
+
+def _living_holder(store: ByteStore, name: str, now_ns: int | None) -> LeaseHolder | None:
+    """Who holds a lease; None if that save is dead, or over."""
+    try:
+        holder = LeaseHolder.decode(store.read(name, max_bytes=1 << 16))
+    except CheckpointNotFoundError:
+        return None
+    except (OSError, CheckpointError):
+        holder = None  # another user's, perhaps, who lets nobody read it: its age must do
+    running = holder.is_running() if holder else None
+    if running is not None:
+        return holder if running else None
+    renewed_ns = store.modified_ns(name)
+    if renewed_ns is None or now_ns is None:
+        renewed_ns, now_ns = (holder.renewed_ns if holder else 0), time.time_ns()
+    expired = now_ns - renewed_ns > EXPIRY_SECONDS * 1e9
+    # A lease that is not written completely yet belongs to a save that has just begun.
+    return None if expired else holder or LeaseHolder("?", "", "", 0, 0, False, renewed_ns)  # noqa: FBT003
+
+
+class _NoLease(Lease):
+    """The lease of a save into a store that cannot list its files: nobody would find it."""
+
+    def begin(self) -> None:
+        pass
+
+    def keep(self) -> None:
+        pass
+
+    def check(self) -> None:
+        pass
+
+
+def take_lease(store: ByteStore, save_id: str, *, shared: bool) -> Lease:
+    """Make a place one save's own. To be called before the save writes its first file.
+
+    Args:
+        store: The place, which exists.
+        save_id: The save.
+        shared: For ranks that write their own parts: they may be several, but not beside a joint save.
+
+    Raises:
+        StorageError: Another save is writing there.
+        OSError: The lease cannot be written.
+    """
+    for attempt in range(_ATTEMPTS):
+        if attempt:
+            time.sleep(random.uniform(0.1, 1) * _LONGEST_PAUSE)  # noqa: S311 - nothing is to be kept secret
+        claim = store.claim(shared=shared)
+        if claim is None:
+            raise _taken(store, _somebody(store))
+        holder = LeaseHolder.this_process(shared=shared)
+        lease = (Lease if store.traits.can_list else _NoLease)(store, save_id, holder, claim)
+        try:
+            lease.begin()
+            living, dead = lease.others(store.names()) if store.traits.can_list else ({}, [])
+            in_the_way = [other for other in living.values() if not (shared and other.shared)]
+            if not in_the_way:
+                # First of all: who was taken for dead by mistake shall not commit any more.
+                store.delete(dead)
+                return lease
+        except BaseException:
+            lease.release()
+            raise
+        lease.release()
+    raise _taken(store, in_the_way[0])
+
+
+def _somebody(store: ByteStore) -> LeaseHolder | None:
+    """Who may be the one that holds the lock of a place, for a message."""
+    for name in store.names():
+        if save_of_lease(name) and (holder := _living_holder(store, name, time.time_ns())):
+            return holder
+    return None
+
+
+def _taken(store: ByteStore, holder: LeaseHolder | None) -> StorageError:
+    who = f" ({holder})" if holder else ""
+    return StorageError(
+        f"{store.url}: another save is writing a checkpoint into this folder right now{who}; two at once "
+        "would damage each other. Give each its own folder, or save one after the other. (If every rank "
+        "calls save with no_dist=True, each is such a save.)",
+        path=store.url,
+    )

@@ -1,0 +1,307 @@
+"""Owns the storage writer over any store: claim the place, write data files, commit, clean up."""
+
+import dataclasses
+import os
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.futures import Future
+
+from holdfast._context import SaveContext
+from holdfast._foreign import our_save_planner, to_ours, to_torch
+from holdfast._format.manifest import Manifest
+from holdfast._format.names import METADATA, data_file_name, metadata_name, shows_a_checkpoint
+from holdfast._io.lease import Lease, take_lease
+from holdfast._io.places import open_place
+from holdfast._io.store import ByteStore
+from holdfast._plan.metadata_entries import directory_of
+from holdfast._plan.write_columns import columns_of
+from holdfast._storage.cleanup import discard_files, files_to_replace, remove_replaced
+from holdfast._storage.committed import CommittedMetadata
+from holdfast._storage.item_places import ItemPlaces, StorageData
+from holdfast._storage.metadata_writing import VERSION, dump_manifest, make_manifest
+from holdfast._storage.results import result_columns
+from holdfast._storage.writing import write_items
+from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError, UsageError
+from holdfast.extension import StreamTransformExtension
+from holdfast.metadata import Metadata, StorageMeta
+from holdfast.planner import SavePlan, SavePlanner
+from holdfast.storage import StorageWriter, WriteResult
+
+__all__ = ["DEFAULT_BUDGET", "StoreWriter"]
+
+DEFAULT_BUDGET = 256 * 1024 * 1024
+"""The most memory that a save or a load takes besides what it saves from or loads into."""
+# Compression keeps a core busy: one file, and so one thread, each.
+_TRANSFORM_THREADS = min(4, os.cpu_count() or 1)
+# A save of less by a single rank does not renew its lease.
+_FEW_ITEMS, _FEW_BYTES = 100, 64 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class FilePrefix:
+    """What the files of a rank are called after: the rank, and the save."""
+
+    rank: int
+    save: str
+
+    def name(self, number: int) -> str:
+        """The name of the rank's file ``number``."""
+        return data_file_name(self.rank, number, self.save)
+
+
+class StoreWriter(StorageWriter):
+    """Writes a checkpoint into a store.
+
+    Until ``finish`` the old checkpoint of the place is there, whole; after it, the new one. Every save writes
+    files of its own, so that it never touches another's. Files that then belong neither to the checkpoint nor
+    to a save under way are removed.
+
+    Args:
+        store: The place; None for a subclass that has its own property ``store``.
+        single_file_per_rank: One file for each thread of a rank. False: a file for each item.
+        sync_files: Wait until files are on stable storage. Without it a crash of the machine, not of the
+            program, may lose the checkpoint.
+        thread_count: How many threads write, each into a file of its own.
+        overwrite: Whether a checkpoint that is in the place may be replaced.
+        extensions: Stream transforms that each item goes through; the first one stands next to the file.
+        torch_compatible: Write what stock torch needs to read the checkpoint, too.
+        memory_budget: The most bytes of memory taken besides the state.
+
+    Attributes:
+        context: The save that is being served. It stays behind when the writer is pickled.
+    """
+
+    def __init__(
+        self,
+        store: ByteStore | None,
+        *,
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 1,
+        overwrite: bool = True,
+        extensions: Sequence[StreamTransformExtension] = (),
+        torch_compatible: bool = True,
+        memory_budget: int = DEFAULT_BUDGET,
+    ) -> None:
+        if thread_count < 1:
+            raise UsageError(f"thread_count must be at least 1, not {thread_count}")
+        self._store = store
+        self.single_file_per_rank = single_file_per_rank
+        self.sync_files = sync_files
+        self.thread_count = thread_count
+        self.overwrite = overwrite
+        self.extensions = tuple(extensions)
+        self.torch_compatible = torch_compatible
+        self.memory_budget = memory_budget
+        self.save_id = uuid.uuid4().hex
+        self.rank: int | None = None
+        self.use_collectives = True
+        self.context = SaveContext()
+        self._world_size = 1
+        self._lease: Lease | None = None
+        self._written: list[str] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "context": SaveContext(), "_lease": None}
+
+    @property
+    def store(self) -> ByteStore:
+        """The place."""
+        assert self._store is not None
+        return self._store
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """How the user would name the place."""
+        return self.store.url
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new save, at another place if one is named."""
+        self._release()
+        if checkpoint_id:
+            self._move_to(checkpoint_id)
+        self.save_id = uuid.uuid4().hex
+
+    def _move_to(self, checkpoint_id: str | os.PathLike[str]) -> None:
+        self._store = open_place(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Learn of the save: its context, this rank, and whether ranks write one checkpoint together."""
+        self.rank = kwargs.get("rank")
+        self.use_collectives = kwargs.get("use_collectives", True)
+        self.context = kwargs.get("context") or SaveContext(is_coordinator=is_coordinator)
+
+    @property
+    def _own_rank(self) -> int | None:
+        """The rank whose part alone is being written; None where ranks write together."""
+        return None if self.use_collectives else self.rank
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make the place, and refuse to replace a checkpoint unless that is allowed."""
+        store = self.store
+        store.make()
+        there = None if self.overwrite else _existing_checkpoint(store)
+        if there is not None:
+            raise CheckpointExistsError(
+                f"Checkpoint already exists: {store.url} has {there}, and overwrite=False was given",
+                path=store.url,
+            )
+        if self._own_rank is None:
+            return plan
+        if store.exists(METADATA):
+            raise CheckpointExistsError(
+                f"{store.url} has a checkpoint that ranks wrote together, which a load would prefer to "
+                "a rank's own part. Remove it, or save to another folder.",
+                path=store.url,
+            )
+        self._take_lease()
+        return dataclasses.replace(plan, storage_data=FilePrefix(self._own_rank, self.save_id))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Claim the place for this save, and tell each rank what its files are called."""
+        self._world_size = len(plans)
+        self._take_lease()
+        return [
+            dataclasses.replace(plan, storage_data=FilePrefix(rank, self.save_id))
+            if plan.storage_data is None
+            else plan
+            for rank, plan in enumerate(plans)
+        ]
+
+    def _take_lease(self) -> None:
+        if self._lease is None:
+            self._lease = take_lease(self.store, self.save_id, shared=self._own_rank is not None)
+        if self._world_size > 1:
+            self._lease.keep()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
+        """Write every item into new files, and wait until the storage has them."""
+        self.expect_files(plan)
+        try:
+            results = write_items(
+                self.store,
+                to_ours(plan),
+                our_save_planner(planner),
+                name_file=plan.storage_data.name,
+                one_file=self.single_file_per_rank,
+                threads=self._threads,
+                durable=self.sync_files,
+                transforms=self.extensions,
+                budget=self.memory_budget,
+                progress=self.context.progress,
+            )
+        except BaseException:
+            # Whoever saves without our engine may never say that the save is over.
+            if self._lease is not None:
+                self._lease.pause()
+            raise
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    @property
+    def _threads(self) -> int:
+        return max(self.thread_count, _TRANSFORM_THREADS) if self.extensions else self.thread_count
+
+    def expect_files(self, plan: SavePlan) -> None:
+        """Remember the files that ``write_data`` makes at most, here or in another process."""
+        count = self._threads if self.single_file_per_rank else len(plan.items)
+        self._written = list(map(plan.storage_data.name, range(count)))
+        # What takes milliseconds is over before anybody takes it for dead; a thread would be half its cost.
+        is_short = (
+            len(plan.items) <= _FEW_ITEMS and sum(columns_of(to_ours(plan)).item_nbytes()) <= _FEW_BYTES
+        )
+        if self._lease is not None and not is_short:
+            self._lease.keep()
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit, then remove what the checkpoint does not use."""
+        ours: Metadata = to_ours(metadata)
+        ours.version = VERSION
+        ours.storage_meta = self.storage_meta()
+        columns = [result_columns(to_ours(of_rank)) for of_rank in results]
+        world_size = self._world_size if self._own_rank is None else _group_size()
+        manifest = make_manifest(ours, columns, world_size=world_size)
+        ours.storage_data = StorageData(ItemPlaces(manifest, directory_of(ours)))
+        self._take_lease()
+        try:
+            self._commit(ours, manifest)
+        finally:
+            self._release()
+        if ours is not metadata:
+            theirs = to_torch(ours)
+            metadata.version, metadata.storage_meta = theirs.version, theirs.storage_meta
+            metadata.storage_data = theirs.storage_data
+
+    def _commit(self, metadata: Metadata, manifest: Manifest) -> None:
+        """Make the checkpoint exist by one atomic replace of its metadata file, and clean up after it."""
+        assert self._lease is not None
+        store, rank = self.store, self._own_rank
+        try:
+            replaced = files_to_replace(store, rank=rank)
+            pieces = dump_manifest(manifest, metadata, torch_compatible=self.torch_compatible)
+            self.context.confirm_commit()
+            self._lease.check()
+            store.replace(metadata_name(rank), *pieces, durable=self.sync_files)
+        except BaseException:
+            discard_files(store, manifest.file_names, save_id=self.save_id, rank=rank)
+            raise
+        remove_replaced(store, self._lease, manifest.file_names, replaced, footer=pieces[-1], rank=rank)
+
+    def abandon(self, *, outcome_is_known: bool = True) -> None:
+        """After a save that failed: remove what this rank has written for it, and let others in.
+
+        Args:
+            outcome_is_known: False where the coordinator may have committed it all the same, or may still
+                do so: then nothing is removed.
+        """
+        if outcome_is_known:
+            discard_files(self.store, self._written, save_id=self.save_id, rank=self._own_rank)
+        self._release()
+
+    def _release(self) -> None:
+        self._written = []
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
+    def how_to_find_metadata(self, metadata: Metadata) -> CommittedMetadata:
+        """What other ranks need to find the metadata of this save later, if they want to see it."""
+        return CommittedMetadata.of(metadata, self.save_id)
+
+    def metadata_later(self, told: CommittedMetadata) -> Metadata:
+        """The metadata of a save that this rank took part in, read from storage when somebody looks at it."""
+        return told.as_metadata(self.store, self.checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta | None:
+        """The place and the save's own id."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it names a place that there is a store for."""
+        try:
+            open_place(checkpoint_id)
+        except UsageError:
+            return False
+        return True
+
+
+def _existing_checkpoint(store: ByteStore) -> str | None:
+    """The name of a file that shows that there is a checkpoint, of any form; None if there is none."""
+    try:
+        store.open(METADATA).close()
+    except CheckpointNotFoundError:
+        names = store.names() if store.traits.can_list else ()
+        return next((name for name in sorted(names) if shows_a_checkpoint(name)), None)
+    except StorageError:
+        pass  # a link, or the like, in its place
+    return METADATA
+
+
+def _group_size() -> int:
+    """How many ranks there are besides the one that writes its own part."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
