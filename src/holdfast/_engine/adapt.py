@@ -16,13 +16,13 @@ from holdfast._engine.ports import (
     SavePlannerPort,
     WriterPort,
 )
-from holdfast._foreign import (
+from holdfast._known_methods import has_known
+from holdfast._torch_compat import (
     our_load_planner,
     our_save_planner,
     our_storage_reader,
     our_storage_writer,
 )
-from holdfast._known_methods import has_known
 from holdfast.metadata import Metadata, StorageMeta
 from holdfast.planner import SavePlan
 from holdfast.staging import BlockingAsyncStager

@@ -65,6 +65,7 @@ def run_load(
             read_together()
         else:
             reader.read(planner.finish_plan(plan), planner)
+        context.progress.end()
         assert by_rank is not None
         by_rank.finish()
 

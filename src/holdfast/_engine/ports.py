@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from holdfast._context import LoadContext, SaveContext
-from holdfast._foreign import to_ours
 from holdfast._ranks.exchange import Exchange
+from holdfast._torch_compat import to_ours
 from holdfast.metadata import Metadata, StorageMeta
 from holdfast.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from holdfast.storage import StorageReader, StorageWriter, WriteResult

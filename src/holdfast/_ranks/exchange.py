@@ -37,12 +37,14 @@ class Exchange(abc.ABC):
         outcome_is_known: False after a step that raised here although the coordinator may have decided it, or
             may still do so: this rank had done its part, and then was interrupted or lost the coordinator.
             The files that it has written may be part of a checkpoint and must not be removed.
+        can_broadcast: Whether it has :meth:`open_broadcast`. If not, each rank reads for itself.
     """
 
     rank: int
     world_size: int
     is_coordinator: bool
     outcome_is_known: bool = True
+    can_broadcast: bool = False
 
     @property
     def group_size(self) -> int:
@@ -75,8 +77,6 @@ class Exchange(abc.ABC):
 
     def open_broadcast(self, members: Sequence[int]) -> Broadcast:
         """Connect some ranks to send bulk bytes to each other; all of them call it, in the part of a step.
-
-        An exchange need not have this: without it, each rank reads for itself what several need.
 
         Args:
             members: At least two ranks, in the same order on all of them; this rank is one of them.

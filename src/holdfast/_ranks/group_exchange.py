@@ -76,6 +76,8 @@ def _raising_for_all() -> Iterator[None]:
 class GroupExchange(Exchange):
     """One save or load among the ranks of a channel."""
 
+    can_broadcast = True
+
     def __init__(self, channel: Channel, purpose: str, peer_timeout: float) -> None:
         self.rank = channel.rank
         self.world_size = len(channel.addresses)

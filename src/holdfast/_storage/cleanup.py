@@ -38,23 +38,29 @@ def files_to_replace(store: ByteStore, *, rank: int | None) -> set[str]:
             return set()
         if rank is None:
             named_by |= {name for name in names if metadata_rank(name) is not None}
-    return {file for name in named_by for file in _files_named_by(store, name)}
+    files: set[str] = set()
+    for name in named_by:
+        try:
+            files |= _files_named_by(store, name)
+        except CheckpointNotFoundError:  # noqa: PERF203 - one file, or one for each rank
+            continue
+        except (CheckpointError, OSError) as error:
+            logger.warning("%s: %s is replaced, and its files stay: %s", store.url, name, error)
+    return files
 
 
 def _files_named_by(store: ByteStore, name: str) -> set[str]:
-    """The data files that a metadata file names; none where it is missing or damaged."""
-    try:
-        data = store.read(name, max_bytes=LARGEST_METADATA)
-        manifest = metadata_file.split(data, path=name).manifest
-        if manifest is not None:
-            named = set(decode(manifest, path=name).file_names)
-        else:
-            named = {place.relative_path for place in load_metadata(data, path=name).storage_data.values()}
-    except CheckpointNotFoundError:
-        return set()
-    except (CheckpointError, OSError) as error:
-        logger.warning("%s: %s is replaced, and its files stay: %s", store.url, name, error)
-        return set()
+    """The data files that a metadata file names.
+
+    Raises:
+        CheckpointError, OSError: It is missing, damaged, or cannot be read now.
+    """
+    data = store.read(name, max_bytes=LARGEST_METADATA)
+    manifest = metadata_file.split(data, path=name).manifest
+    if manifest is not None:
+        named = set(decode(manifest, path=name).file_names)
+    else:
+        named = {place.relative_path for place in load_metadata(data, path=name).storage_data.values()}
     # Names in metadata come from strangers: only what is called like a data file is one.
     return {file for file in named if parse_data_file(file)}
 
@@ -112,6 +118,7 @@ def _removable(
     # Parts of ranks and temporary files do not tell whose they are.
     removable = dead + ([] if living else other)
     if not _ends_with(store, metadata_name(rank), footer):
+        # Another save has committed since. If its metadata cannot be read, nothing is removed.
         used = _files_named_by(store, metadata_name(rank))
     return removable + [name for name, save in data.items() if save not in living and name not in used]
 

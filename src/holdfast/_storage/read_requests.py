@@ -17,7 +17,7 @@ from holdfast.errors import InvalidPlanError, MetadataFormatError
 from holdfast.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planner import LoadPlan, LoadPlanner, ReadItem
 
-__all__ = ["FileRequest", "chunk_of", "sort_by_file"]
+__all__ = ["FileRequest", "chunk_of", "nbytes_to_read", "sort_by_file"]
 
 
 class FileRequest:
@@ -85,6 +85,20 @@ def sort_by_file(plan: LoadPlan, planner: LoadPlanner, metadata: Metadata) -> di
     for request in requests.values():
         request.lines.sort(key=lambda line: line[0].offset)
     return requests
+
+
+def nbytes_to_read(plan: LoadPlan, metadata: Metadata) -> int:
+    """About how many bytes a plan reads: containers, and blocks that are read to be checked, come on top."""
+    lines: Any = plan.items
+    places, total = places_of(metadata), 0
+    columns = lines.columns if isinstance(lines, ReadItems) else None
+    for item in lines if columns is None else columns.items():
+        entry = metadata.state_dict_metadata[item.storage_index.fqn]
+        if isinstance(entry, TensorStorageMetadata):
+            total += item.lengths.numel() * entry.properties.dtype.itemsize
+        else:
+            total += _find(item.storage_index, places, metadata).length
+    return total
 
 
 def _from_columns(

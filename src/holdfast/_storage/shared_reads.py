@@ -58,7 +58,7 @@ def read_together(
     def offer() -> tuple[bytes, bytes] | None:
         nonlocal plan, names
         plan = finish_plan()
-        if willing and type(exchange).open_broadcast is not Exchange.open_broadcast:
+        if willing and exchange.can_broadcast:
             names = _names_of(plan, planner, metadata)
         return None if names is None else names.offer()
 

@@ -6,16 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.futures import Future
+from typing_extensions import Self
 
 from holdfast._context import LoadContext
-from holdfast._foreign import called_by_torch, our_load_planner, to_ours, to_torch
 from holdfast._io.places import open_place
 from holdfast._io.store import FileSource
 from holdfast._known_methods import known_to_engine
 from holdfast._ranks.exchange import Exchange
+from holdfast._storage.read_requests import nbytes_to_read
 from holdfast._storage.reading import read_items, read_metadata_file, read_own_parts
 from holdfast._storage.shared_reads import read_together
 from holdfast._storage.store_writer import DEFAULT_BUDGET
+from holdfast._torch_compat import called_by_torch, our_load_planner, to_ours, to_torch
 from holdfast.errors import UsageError
 from holdfast.extension import ExtensionRegistry
 from holdfast.metadata import Metadata, StorageMeta
@@ -71,6 +73,7 @@ class StoreReader(StorageReader):
         self.use_collectives = True
         self.context = LoadContext()
         self._metadata: Metadata | None = None
+        self._is_for_torch = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "context": LoadContext()}
@@ -109,10 +112,20 @@ class StoreReader(StorageReader):
             )
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
-        if called_by_torch(self):
+        if self._is_for_torch or called_by_torch(self):
             theirs: Metadata = to_torch(metadata)
             return theirs
         return metadata
+
+    def for_torch(self) -> Self:
+        """Make ``read_metadata`` return torch's records, and return this reader.
+
+        ``torch.distributed.checkpoint.load(state, storage_reader=FileSystemReader(path).for_torch())`` then
+        works however torch calls it. Without this, the reader looks at who calls it: that is enough for the
+        functions of torch's package, but not for a program that wraps the reader.
+        """
+        self._is_for_torch = True
+        return self
 
     def set_up_storage_reader(
         self,
@@ -129,21 +142,27 @@ class StoreReader(StorageReader):
         self.context = kwargs.get("context") or LoadContext(is_coordinator=is_coordinator)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
+        """Return the plan as it is."""
         return plan
 
     @known_to_engine
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to add."""
+        """Return the plans as they are."""
         return plans
 
     @known_to_engine
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
         """Read what the plan asks for, and hand it to the planner."""
-        self._read(self.store, to_ours(plan), our_load_planner(planner), None)
+        self._read(self.store, self._announce(to_ours(plan)), our_load_planner(planner), None)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _announce(self, plan: LoadPlan) -> LoadPlan:
+        """Tell the progress tracker how much the plan reads, if anybody wants to know."""
+        if self._metadata is not None and self.context.progress.is_watched:
+            self.context.progress.begin(nbytes_to_read(plan, self._metadata))
+        return plan
 
     def _read(self, store: FileSource, plan: LoadPlan, planner: LoadPlanner, threads: int | None) -> None:
         if self._metadata is None:
@@ -166,7 +185,7 @@ class StoreReader(StorageReader):
         """As ``read_data``, on all ranks of an exchange: what several of them need is read once.
 
         Returns:
-            What does it, to be called on every rank.
+            The function that reads, to be called on every rank.
         """
         assert self._metadata is not None
 
@@ -174,7 +193,13 @@ class StoreReader(StorageReader):
             self._read(store, part, planner, threads)
 
         return read_together(
-            self.store, finish_plan, planner, self._metadata, exchange, read, willing=self.share_reads
+            self.store,
+            lambda: self._announce(finish_plan()),
+            planner,
+            self._metadata,
+            exchange,
+            read,
+            willing=self.share_reads,
         )
 
     @classmethod

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from holdfast._context import SaveContext
-from holdfast._foreign import our_save_planner, to_ours, to_torch
 from holdfast._format.manifest import Manifest
 from holdfast._format.names import METADATA, data_file_name, metadata_name, shows_a_checkpoint
 from holdfast._io.lease import Lease, take_lease
@@ -24,6 +23,7 @@ from holdfast._storage.item_places import ItemPlaces, StorageData
 from holdfast._storage.metadata_writing import VERSION, dump_manifest, make_manifest
 from holdfast._storage.results import result_columns
 from holdfast._storage.writing import write_items
+from holdfast._torch_compat import our_save_planner, to_ours, to_torch
 from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError, UsageError
 from holdfast.extension import StreamTransformExtension
 from holdfast.metadata import Metadata, StorageMeta

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch.futures import Future
 
-from holdfast._foreign.records import in_plain_types, is_torchs, to_ours, to_torch
+from holdfast._torch_compat.torch_records import in_plain_types, is_torchs, to_ours, to_torch
 from holdfast.metadata import Metadata, StorageMeta
 from holdfast.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from holdfast.storage import StorageReader, StorageWriter, WriteResult

@@ -1,12 +1,12 @@
 """The door between us and torch's checkpoint package: plugins of either side work with the other."""
 
-from holdfast._foreign.plugins import (
+from holdfast._torch_compat.torch_plugins import (
     our_load_planner,
     our_save_planner,
     our_storage_reader,
     our_storage_writer,
 )
-from holdfast._foreign.records import called_by_torch, to_ours, to_torch
+from holdfast._torch_compat.torch_records import called_by_torch, to_ours, to_torch
 
 __all__ = [
     "called_by_torch",
