@@ -325,3 +325,24 @@ def test_a_planner_that_builds_the_state_does_not_ask_a_strangers_storage_for_it
     hf.load(state, storage_reader=Stranger(tmp_path), planner=hf.default_planner.EmptyStateDictLoadPlanner())
     assert state["t"].tolist() == [1, 1]
     assert state["n"] == 3
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_our_reader_serves_torch_behind_a_wrapper_once_it_is_told_so(tmp_path: Path) -> None:
+    class Logging:
+        """A program's own reader around ours: torch calls this one, and only this one calls ours."""
+
+        def __init__(self, inner: hf.FileSystemReader) -> None:
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        def read_metadata(self) -> Any:
+            return self.inner.read_metadata()
+
+    hf.save({"t": torch.ones(2)}, checkpoint_id=tmp_path)
+    state = {"t": torch.zeros(2)}
+    reader: Any = Logging(hf.FileSystemReader(tmp_path).for_torch())
+    torch_checkpoint.load(state, storage_reader=reader, no_dist=True)
+    assert state["t"].tolist() == [1, 1]
