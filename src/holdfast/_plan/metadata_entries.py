@@ -121,7 +121,7 @@ def column_of(numbers: torch.Tensor, *, small: bool = False) -> bytes:
 
 
 def numbers_of(column: bytes, *, small: bool = False) -> torch.Tensor:
-    """A column of 64 bits each, or of 32, as a tensor of its own. Only where the machine's order is ours."""
+    """A column of 64 bits each, or of 32, as a new tensor; only for little-endian machines."""
     dtype = torch.int32 if small else torch.int64
     return torch.frombuffer(bytearray(column), dtype=dtype) if column else torch.empty(0, dtype=dtype)
 
