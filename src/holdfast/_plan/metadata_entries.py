@@ -179,20 +179,22 @@ def _word(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
+_DTYPES = {_word(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_LAYOUTS = {_word(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
+
+
 def _tensor_properties(
     dtype: str, layout: str, requires_grad: bool, memory_format: str, pin_memory: bool, *, path: str
 ) -> TensorProperties:
-    made = getattr(torch, dtype, None)
-    if not isinstance(made, torch.dtype):
+    if dtype not in _DTYPES:
         raise MetadataFormatError(
             f"{path} has a tensor of the dtype {dtype!r}, which torch {torch.__version__} does not have",
             path=path,
             found=dtype,
         )
-    made_layout = getattr(torch, layout, torch.strided)
     return TensorProperties(
-        made,
-        made_layout if isinstance(made_layout, torch.layout) else torch.strided,
+        _DTYPES[dtype],
+        _LAYOUTS.get(layout, torch.strided),
         requires_grad,
         MEMORY_FORMATS.get(memory_format, torch.contiguous_format),
         pin_memory,
