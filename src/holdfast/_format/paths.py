@@ -11,7 +11,7 @@ _KINDS = ("dict", "OrderedDict", "list")
 
 
 def encode_paths(keys: list[str], paths: dict[str, Any]) -> list[Any]:
-    """One entry for each key: None for a path of just the key, else its steps. Empty if there is none."""
+    """For each key the steps of its path, or None if that is just the key. Empty if there are no paths."""
     if not paths:
         return []
     return [
@@ -91,7 +91,7 @@ def _decode_key(encoded: Any, path: str) -> Any:
 
 
 def encode_containers(containers: dict[Any, Any]) -> list[Any]:
-    """The containers that the paths do not tell: for each its steps, its kind and its position."""
+    """The containers that paths cannot express: for each its steps, its kind and its position."""
     return [
         [[_encode_step(step) for step in where], kind, position]
         for where, (kind, position) in containers.items()

@@ -101,13 +101,13 @@ class ItemFrame:
         self.tail_nbytes = len(after) + 8 + len(self._descriptor) + self._end[1] + end_nbytes
 
     def payload_offset(self, position: int) -> int:
-        """How many bytes of the item stand before its payload."""
+        """The number of bytes of the item before its payload."""
         padding = -(position + self._unpadded) % self._alignment
         # A padding field is 4 bytes at least.
         return self._unpadded + (padding + self._alignment if 0 < padding < 4 else padding)
 
     def nbytes(self, position: int) -> int:
-        """How long the whole item is."""
+        """The number of bytes of the whole item."""
         return self.payload_offset(position) + self.payload_nbytes + self.tail_nbytes
 
     def head(self, position: int) -> bytes:

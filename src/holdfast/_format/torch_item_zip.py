@@ -68,7 +68,7 @@ class Archive:
         self.records = self._read_directory()
 
     def damaged(self, reason: str) -> NoReturn:
-        """Refuse the item."""
+        """Raise IntegrityError: the item is damaged in this way."""
         raise IntegrityError(
             f"{self._where}: the item is not an archive that torch.save writes: {reason}. "
             "The file is damaged; restore it from a copy or load another checkpoint.",
@@ -77,7 +77,7 @@ class Archive:
         )
 
     def take(self, offset: int, nbytes: int) -> bytes:
-        """Bytes of the item, in few reads: the first and the last ones are fetched together."""
+        """Some bytes of the item. Those near its beginning, and those near its end, are read together."""
         for start, window in self._windows:
             if start <= offset and offset + nbytes <= start + len(window):
                 return window[offset - start : offset - start + nbytes]
@@ -158,7 +158,7 @@ class Archive:
         return at + len(narrow) <= self._nbytes and self.take(at, len(narrow)) == narrow
 
     def _read_directory(self) -> dict[str, ArchiveRecord]:
-        """Every record, by its name without the archive's own; none if there are more than one tensor has."""
+        """The records by name, without the archive's folder; empty if there are more than a tensor has."""
         if self._nbytes < END.size:
             self.damaged(f"it has only {self._nbytes} bytes")
         end_at = self._nbytes - END.size

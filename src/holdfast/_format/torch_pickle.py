@@ -96,7 +96,7 @@ def _read(data: bytes | memoryview, path: str, check: Callable[["_Checker", Any]
 
 
 class _Checker:
-    """Turns what the machine built into records; refuses all that is not as torch has it."""
+    """Turns what the machine built into records, and raises for all that torch would not have written."""
 
     def __init__(self, path: str, size: int, checked_sizes: set[int]) -> None:
         self._path = path
@@ -265,7 +265,7 @@ class _Checker:
         return TorchStorageMeta(names[0], names[1], names[2], tuple(modules))
 
     def plain_data(self, data: Any) -> Any:
-        """The data itself, once it is known to be plain, a tree, and of a size that the file accounts for."""
+        """Return the data if it is plain, does not contain itself, and is not far larger than the file."""
         # Through the memo, a few bytes can stand for a tree that has more leaves than there are atoms.
         budget = 1_000_000 + 4 * self._size
         level = [data]

@@ -1,4 +1,4 @@
-"""The opcodes of single values in a metadata pickle, each written once and referred to after that."""
+"""The opcodes of single values in a metadata pickle. A value is written once; later uses refer to it."""
 
 import itertools
 import struct
@@ -85,11 +85,11 @@ class Emitter:
         return b"h%c" % number if number < 256 else PACK_COUNT(b"j", number)
 
     def text(self, value: str) -> bytes:
-        """A str."""
+        """The opcodes of a str."""
         return self.texts.get(value) or self.new_text(value)
 
     def new_text(self, value: str) -> bytes:
-        """A str that was not written before, as far as it is worth looking: one of many keys."""
+        """The opcodes of a str that is written for the first time; whether it is, is not checked."""
         # As Python's picklers do: a lone surrogate is kept.
         raw = value.encode("utf-8", "surrogatepass")
         self.texts[value] = self._next_reference()
@@ -98,7 +98,7 @@ class Emitter:
         return PACK_COUNT(b"X", len(raw)) + raw + b"\x94"
 
     def new_texts(self, values: list[str]) -> list[bytes]:
-        """The same for many at once."""
+        """The same as ``new_text``, for many texts at once."""
         raw = [value.encode("utf-8", "surrogatepass") for value in values]
         if max(map(len, raw)) >= 256 or self._count < 256:
             return [self.new_text(value) for value in values]
@@ -108,7 +108,7 @@ class Emitter:
         return [b"\x8c%c%b\x94" % (len(text), text) for text in raw]
 
     def size(self, dims: Ints) -> bytes:
-        """A ``torch.Size``."""
+        """The opcodes of a ``torch.Size``."""
         known = self.sizes.get(dims)
         if known is None:
             self.sizes[dims] = self._next_reference()
@@ -116,7 +116,7 @@ class Emitter:
         return known
 
     def properties(self, value: TorchProperties) -> bytes:
-        """A ``TensorProperties``; raises UsageError if torch cannot have these values."""
+        """The opcodes of a ``TensorProperties``; raises UsageError if torch cannot have these values."""
         known = self._properties.get(value)
         if known is None:
             dtype, layout, requires_grad, memory_format, pin_memory = value
@@ -144,7 +144,7 @@ class Emitter:
         return known
 
     def plain(self, value: Any) -> bytes:
-        """Plain data, subclasses as what they derive from; raises UsageError on anything else."""
+        """The opcodes of plain data. Subclasses become their plain base; anything else raises UsageError."""
         kind = type(value)
         if kind is str:
             return self.text(value)
@@ -157,7 +157,7 @@ class Emitter:
         return self._scalar(value)
 
     def plain_pairs(self, value: dict[Any, Any]) -> Iterator[bytes]:
-        """Each key with its value, to be set in a dict."""
+        """The opcodes of each key and its value, to be set in a dict."""
         texts, plain, plain_tuple = self.texts, self.plain, self.plain_tuple
         for key, item in value.items():
             known = texts.get(key) if type(key) is str else None
@@ -171,7 +171,7 @@ class Emitter:
                 yield name + plain_tuple(item)
 
     def plain_tuple(self, items: tuple[Any, ...]) -> bytes:
-        """A tuple of plain data."""
+        """The opcodes of a tuple of plain data."""
         # Nearly all planner data are tuples of texts that were seen before.
         texts = self.texts
         return encode_tuple(

@@ -38,14 +38,14 @@ DAMAGE = (
     *(ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError),
     *(TypeError, ValueError, struct.error),
 )
-"""What the machine meets by chance in a damaged pickle: an empty stack, no such memo entry, bad UTF-8."""
+"""What running a damaged pickle can raise by chance: an empty stack, no such memo entry, bad UTF-8."""
 
 
 class RowReader(Protocol):
-    """Reads many opcodes at once, where it knows what they do."""
+    """Reads many opcodes at once, in place of the machine."""
 
     def read(self, record: Record, pos: int) -> int:
-        """Read what begins at ``pos`` with a reference to ``record``; 0 leaves it to the machine."""
+        """Read from ``pos``, where ``record`` is referred to; return the position after it, or 0 for no."""
 
 
 class Machine:
@@ -119,7 +119,7 @@ class Machine:
         raise TruncatedFileError(f"{self.path} ends before its pickle does, at byte {end}.", path=self.path)
 
     def take(self, count: int) -> bytes:
-        """The next ``count`` bytes; checked before any memory is taken."""
+        """The next ``count`` bytes. Raises TruncatedFileError, without taking memory, if there are fewer."""
         start = self.pos
         self.pos = stop = start + count
         if stop > len(self.data):
@@ -156,7 +156,7 @@ class Machine:
         return items
 
     def damaged(self, reason: str) -> NoReturn:
-        """Refuse the pickle as malformed."""
+        """Raise MetadataFormatError: no pickler writes this."""
         raise MetadataFormatError(
             f"{self.path} is not a metadata pickle that torch writes: {reason} (at byte {self.pos}). "
             "The file is damaged, or something else wrote it.",
@@ -164,7 +164,7 @@ class Machine:
         )
 
     def unsafe(self, what: str) -> NoReturn:
-        """Refuse the pickle as one that reaches for code."""
+        """Raise UnsafeMetadataError: the pickle asks for code, or for objects outside of it."""
         raise UnsafeMetadataError(
             f"{self.path} asks for {what}, which is not plain data. Nothing was run. Do not load this "
             "checkpoint with a reader that runs pickles unless you trust whoever wrote it.",
@@ -178,7 +178,7 @@ class Machine:
         self.damaged(f"it has the opcode 0x{opcode:02x}")
 
     def find(self, module: object, name: object) -> None:
-        """Push the stand-in of a name on the list."""
+        """Push the stand-in of an allowed name; refuse any other name."""
         stand_in = self.allowed.get((module, name)) if type(module) is type(name) is str else None
         if stand_in is None:
             self.unsafe(f"{_shown(module)}.{_shown(name)}")

@@ -162,7 +162,7 @@ class Rows:
         return last
 
     def _read_tensor(self, match: _Match, pos: int) -> int:
-        """A whole tensor that has one chunk, else up to its list of chunks, which stays on the stack."""
+        """Read a tensor whole if it has one chunk; otherwise up to its list of chunks, left on the stack."""
         data, stack, memo = self._data, self._stack, self._memo
         found = match(data, pos)
         if found is None:

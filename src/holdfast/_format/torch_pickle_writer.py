@@ -80,7 +80,7 @@ def write_torch_metadata(
 
 
 def _batched(rows: Iterator[bytes]) -> Iterator[bytes]:
-    """Rows of a dict, ready to be set in it, a thousand at a time."""
+    """The rows of a dict in batches of a thousand, each with the opcode that sets them."""
     while batch := list(itertools.islice(rows, _BATCH)):
         body = b"".join((b"(", *batch, b"u"))
         yield _FRAME(b"\x95", len(body))
@@ -237,7 +237,7 @@ class _StorageRows:
         )
 
     def _middle(self, at: tuple[int, ...]) -> bytes:
-        """What stands between the key and the place; the first time with a size that others refer to."""
+        """The opcodes between key and place. The first result defines the size that later ones refer to."""
 
         def made() -> bytes:
             size = self.emit.size(at)
@@ -281,7 +281,7 @@ class _StorageRows:
         return defined + table.filled(count)
 
     def _references(self, begin: int, end: int) -> tuple[bytes, bytes]:
-        """What defines the paths of some items where they are new, and the numbers that refer to them."""
+        """The opcodes that define the new ones of some items' paths, and a column of references to all."""
         emit, used = self.emit, self.file[begin:end]
         column_of_files = bytes(self.manifest.item_files[4 * begin : 4 * end])
         known = self._path_columns.get(column_of_files)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """``lengths`` elements per dimension, starting at ``offsets``."""
+    """A box of an array: where it begins and how long it is, in each dimension."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]

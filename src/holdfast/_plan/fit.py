@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits a state, every key, shape, dtype and kind; and what must be read to fill it."""
+"""Whether a checkpoint fits a state in every key, shape, dtype and kind; and the plan that fills it."""
 
 import logging
 import warnings

@@ -56,7 +56,7 @@ class Structure(dict[str, Path]):
         self.containers: dict[Path, Container] = {}
 
     def __or__(self, other: Any) -> "Structure":  # type: ignore[override]
-        """This with more entries, its containers kept."""
+        """A structure with the entries and containers of both; those of ``other`` win."""
         joined = Structure({**self, **other})
         joined.containers = {**self.containers, **containers_of(other)}
         return joined
@@ -187,7 +187,7 @@ class _Flattening:
             seen[name] = key
 
     def is_opened(self, value: Any) -> bool:
-        """Whether a container is opened; asked of what a list or dict holds, whether that is a reason to."""
+        """Whether a container is opened: if it is a dict, or holds a tensor or an opened container."""
         if isinstance(value, Mapping):
             return self.open_every_dict or any(map(self.is_opened, value.values()))
         if isinstance(value, list):
@@ -207,7 +207,7 @@ def _show(path: Path) -> str:
 
 
 def true_key(step: str | int) -> Any:
-    """What a step of a path really is as a key or a position."""
+    """The key of the dict, or the position in the list, that a step of a path stands for."""
     return step.value if isinstance(step, TypedKey) else step
 
 

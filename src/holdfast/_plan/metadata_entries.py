@@ -121,7 +121,7 @@ def column_of(numbers: torch.Tensor, *, small: bool = False) -> bytes:
 
 
 def numbers_of(column: bytes, *, small: bool = False) -> torch.Tensor:
-    """A column of 64 bits each, or of 32, as a tensor of its own. Only where the machine's order is ours."""
+    """A column of 64 bits each, or of 32, as a new tensor; only for little-endian machines."""
     dtype = torch.int32 if small else torch.int64
     return torch.frombuffer(bytearray(column), dtype=dtype) if column else torch.empty(0, dtype=dtype)
 
@@ -179,20 +179,22 @@ def _word(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
+_DTYPES = {_word(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_LAYOUTS = {_word(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
+
+
 def _tensor_properties(
     dtype: str, layout: str, requires_grad: bool, memory_format: str, pin_memory: bool, *, path: str
 ) -> TensorProperties:
-    made = getattr(torch, dtype, None)
-    if not isinstance(made, torch.dtype):
+    if dtype not in _DTYPES:
         raise MetadataFormatError(
             f"{path} has a tensor of the dtype {dtype!r}, which torch {torch.__version__} does not have",
             path=path,
             found=dtype,
         )
-    made_layout = getattr(torch, layout, torch.strided)
     return TensorProperties(
-        made,
-        made_layout if isinstance(made_layout, torch.layout) else torch.strided,
+        _DTYPES[dtype],
+        _LAYOUTS.get(layout, torch.strided),
         requires_grad,
         MEMORY_FORMATS.get(memory_format, torch.contiguous_format),
         pin_memory,

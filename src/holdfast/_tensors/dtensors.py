@@ -72,7 +72,7 @@ def _unknown(value: DTensor, placement: object) -> PlanError:
 
 
 def _unusual_order(value: DTensor) -> tuple[int, ...] | None:
-    """The order of the cuts, where torch (from 2.10) recorded another one than from left to right."""
+    """The mesh dimensions in the order of their cuts, if torch (from 2.10) recorded an unusual order."""
     entries = getattr(value._spec, "shard_order", None) or ()  # noqa: SLF001 - torch offers it nowhere else
     if all(len(entry.mesh_dims) < 2 or _rises(entry.mesh_dims) for entry in entries):
         return None
@@ -84,7 +84,7 @@ def _rises(numbers: Sequence[int]) -> bool:
 
 
 def _choose(value: DTensor, readings: Sequence[HeldRuns]) -> HeldRuns:
-    """The one meaning of the layout that agrees with the local tensor."""
+    """The only one of the readings that agrees with the local tensor; raises PlanError if none or two do."""
     local = local_tensor(value)
     if len(readings) == 1 and readings[0].shape == local.shape:
         return readings[0]
@@ -119,7 +119,7 @@ def _described(value: DTensor) -> str:
 
 
 def local_tensor(value: DTensor) -> torch.Tensor:
-    """This rank's own memory of ``value``, outside of autograd; what is still on its way is waited for."""
+    """This rank's own memory of ``value``, outside of autograd. Waits for a collective that fills it."""
     # to_local() takes 6 us and builds a node of autograd, which then refuses to be written to.
     local = value._local_tensor  # noqa: SLF001
     if isinstance(local, AsyncCollectiveTensor):

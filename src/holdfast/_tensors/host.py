@@ -1,4 +1,4 @@
-"""The bytes of tensors in the memory of the host, without copies where there need be none."""
+"""The bytes of tensors in the memory of the host, copied only where they do not lie there already."""
 
 import ctypes
 from collections.abc import Iterator

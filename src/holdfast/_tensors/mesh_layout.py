@@ -19,10 +19,10 @@ from typing import NamedTuple, TypeAlias
 __all__ = ["Cut", "HeldRuns", "Piece", "pieces_of", "read_layout"]
 
 Run: TypeAlias = tuple[int, int]
-"""Where it begins in the whole dimension, and how long it is."""
+"""Consecutive elements of one dimension: where they begin in the whole dimension, and how many they are."""
 
 Runs: TypeAlias = tuple[Run, ...]
-"""What a rank holds of one dimension, in the order of its memory."""
+"""All that a rank holds of one dimension, in the order in which its local tensor has it."""
 
 
 class Cut(NamedTuple):

@@ -18,7 +18,7 @@ from holdfast._tensors.host import copy_of, host_pieces, is_plain_memory
 __all__ = ["SMALL", "fingerprint_tensor"]
 
 SMALL = 64 << 10
-"""Up to so many bytes every element is looked at."""
+"""Of a tensor of up to this many bytes, every element counts."""
 
 _MOST_COPIED = 32 << 20
 _RUNS = 64
@@ -62,7 +62,7 @@ def fingerprint_tensor(tensor: torch.Tensor, *, full: bool) -> bytes:
 
 @functools.lru_cache(maxsize=4096)
 def _small_form(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, "type[ctypes.Array[Any]]"]:
-    """The head, and a type for the memory: making one takes longer than all the rest."""
+    """The first 12 bytes of the fingerprint, and a ctypes type for the memory, which takes long to make."""
     return _head(dtype, shape, full=True), ctypes.c_ubyte * (shape.numel() * dtype.itemsize)
 
 
