@@ -2,8 +2,8 @@
 
 ``save`` and ``load`` pass it as the keyword argument ``context`` to ``set_up_storage_writer`` and
 ``set_up_storage_reader`` of every storage that takes keyword arguments. A storage keeps it until its next
-set-up. It does not pickle. Only the writer process of ``async_save`` is sent writers that hold one, and puts
-its own in the place.
+set-up. Of a context that is pickled with its storage only the facts are kept: nobody is told of the progress
+of the copy. The writer process of ``async_save`` puts its own in the place.
 """
 
 from collections.abc import Callable
@@ -38,6 +38,9 @@ class SaveContext:
     progress: ProgressTracker = field(default_factory=ProgressTracker)
     confirm_commit: Callable[[], None] = _nobody_objects
 
+    def __reduce__(self) -> tuple[type["SaveContext"], tuple[int, int, bool, bool]]:
+        return SaveContext, (self.rank, self.world_size, self.is_coordinator, self.use_collectives)
+
 
 @dataclass
 class LoadContext:
@@ -54,3 +57,6 @@ class LoadContext:
     world_size: int = 1
     is_coordinator: bool = True
     progress: ProgressTracker = field(default_factory=ProgressTracker)
+
+    def __reduce__(self) -> tuple[type["LoadContext"], tuple[int, int, bool]]:
+        return LoadContext, (self.rank, self.world_size, self.is_coordinator)

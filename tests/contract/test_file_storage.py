@@ -1,8 +1,10 @@
 """The shipped suites, on the file storage and on the default planners."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tests.contract.memory_store import MemoryStore
 from tests.contract.stream_file_systems import (
@@ -14,8 +16,11 @@ from tests.contract.stream_file_systems import (
 )
 
 import holdfast as hf
+from holdfast._context import SaveContext
+from holdfast._io.progress import ProgressTracker
 from holdfast._storage.store_reader import StoreReader
 from holdfast._storage.store_writer import StoreWriter
+from holdfast.errors import StorageError
 from holdfast.extension import ZStandard
 from holdfast.testing import PlannerContract, StorageContract
 
@@ -58,6 +63,25 @@ class TestFileStorageWithoutTorch(StorageContract):
 
     def make_reader(self, place: Path) -> hf.StorageReader:
         return hf.FileSystemReader(place)
+
+
+def test_storages_pickle_during_a_save_and_a_load(tmp_path: Path) -> None:
+    """A copy, in another process say, does not have the folder, and tells nobody how far it is."""
+    writer = hf.FileSystemWriter(tmp_path)
+    writer.store.make()
+    writer.set_up_storage_writer(True, rank=3, context=SaveContext(rank=3, progress=ProgressTracker(print)))
+    writer.prepare_global_plan([])
+    copy = pickle.loads(pickle.dumps(writer))
+    assert (copy.save_id, copy.path, copy.context.rank) == (writer.save_id, writer.path, 3)
+    copy.reset()
+    with pytest.raises(StorageError, match="another save"):
+        hf.save({"a": 1}, checkpoint_id=tmp_path)
+    writer.reset()
+    hf.save({"a": 1}, storage_writer=copy)
+    reader = pickle.loads(pickle.dumps(hf.FileSystemReader(tmp_path)))
+    state = {"a": 0}
+    hf.load(state, storage_reader=pickle.loads(pickle.dumps(reader)))
+    assert state == {"a": 1}
 
 
 class TestAStoreInMemory(StorageContract):

@@ -44,7 +44,7 @@ class StoreReader(StorageReader):
             once. False: each rank reads what it needs, which is faster where storage is as fast as memory.
 
     Attributes:
-        context: The load that is being served. It stays behind when the reader is pickled.
+        context: The load that is being served.
     """
 
     def __init__(
@@ -74,9 +74,6 @@ class StoreReader(StorageReader):
         self.context = LoadContext()
         self._metadata: Metadata | None = None
         self._is_for_torch = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "context": LoadContext()}
 
     @property
     def store(self) -> FileSource:

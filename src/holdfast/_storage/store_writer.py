@@ -71,7 +71,7 @@ class StoreWriter(StorageWriter):
         memory_budget: The most bytes of memory taken besides the state.
 
     Attributes:
-        context: The save that is being served. It stays behind when the writer is pickled.
+        context: The save that is being served.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class StoreWriter(StorageWriter):
         self._written: list[str] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "context": SaveContext(), "_lease": None}
+        return {**self.__dict__, "_lease": None}
 
     @property
     def store(self) -> ByteStore:
