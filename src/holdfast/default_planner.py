@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
+from holdfast._format.item_table import StorageInfo
 from holdfast._known_methods import known_to_engine
 from holdfast._objects import decode_object, encode_object
 from holdfast._plan.fit import Fit, plan_load
@@ -28,7 +29,6 @@ from holdfast._plan.planner_values import HasOwnValues, finds_values_itself
 from holdfast._plan.read_columns import ReadItems, keys_of
 from holdfast._plan.replica_fingerprints import fingerprint_replicas
 from holdfast._plan.write_columns import WriteItems
-from holdfast._storage.record import StorageInfo
 from holdfast._tensors.chunks import (
     find_box,
     find_chunk,
