@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import default_planner as torch_planners
 from torch.distributed.checkpoint import filesystem as torch_filesystem
 from torch.distributed.checkpoint import format_utils
 from torch.distributed.checkpoint import metadata as torch_metadata
+from torch.distributed.checkpoint import state_dict_loader as torch_loader
 
 import holdfast as hf
 from holdfast import metadata as our_metadata
@@ -344,5 +345,5 @@ def test_our_reader_serves_torch_behind_a_wrapper_once_it_is_told_so(tmp_path: P
     hf.save({"t": torch.ones(2)}, checkpoint_id=tmp_path)
     state = {"t": torch.zeros(2)}
     reader: Any = Logging(hf.FileSystemReader(tmp_path).for_torch())
-    torch_checkpoint.load(state, storage_reader=reader, no_dist=True)
+    torch_loader.load(state, storage_reader=reader, no_dist=True)
     assert state["t"].tolist() == [1, 1]

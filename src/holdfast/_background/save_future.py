@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures._base import CANCELLED_AND_NOTIFIED
 from typing import TypeVar
 
 from holdfast._background.running_save import RunningSave
@@ -46,8 +47,14 @@ class _Watched(Future[T]):
 
     def give_up(self) -> None:
         """Finish as cancelled."""
-        Future.cancel(self)
-        self.set_running_or_notify_cancel()
+        # The base class does this in two steps. Whoever waits could wake between them, and see a future that
+        # is cancelled and not yet done.
+        with self._condition:
+            self._state = CANCELLED_AND_NOTIFIED
+            for waiter in self._waiters:
+                waiter.add_cancelled(self)
+            self._condition.notify_all()
+        self._invoke_callbacks()
 
 
 class StagedFuture(_Watched[None]):
