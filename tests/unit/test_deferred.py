@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from holdfast._foreign.records import to_torch
+from holdfast._torch_compat.torch_records import to_torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader as TorchReader
 
 import holdfast as hf
