@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from holdfast._torch_compat.torch_records import to_torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader as TorchReader
 
 import holdfast as hf
 from holdfast._deferred import DeferredDict, DeferredEntries, DeferredList
+from holdfast._torch_compat.torch_records import to_torch
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.planner import SavePlan
 
