@@ -3,12 +3,13 @@
 #   make quick   lint and the quick tests   make soak   every case of the sweeps that make test takes samples of
 #   make lint    style, types, imports      make bench  side by side with torch
 #   make clean   remove what the others made
+#   make matrix  the quick tests on several Pythons and torches (docs/support.md)
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: demo test quick soak lint bench setup clean
+.PHONY: demo test quick soak lint bench matrix setup clean
 
 setup: $(STAMP)
 
@@ -39,5 +40,8 @@ soak: $(STAMP)
 bench: $(STAMP)
 	@$(BIN)/python -m benchmarks
 
+matrix:
+	@sh scripts/matrix.sh
+
 clean:
-	rm -rf $(VENV) demo-output bench-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .matrix demo-output bench-output .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -24,7 +24,7 @@ from holdfast._plan.flatten import Container, Path, Slot, containers_of, flatten
 from holdfast._plan.global_plan import describe, find_problems, merge
 from holdfast._plan.local_plan import plan_local_save
 from holdfast._plan.metadata_entries import directory_of
-from holdfast._plan.plan_cache import PlanCache
+from holdfast._plan.plan_cache import PlanCache, new_cache_key
 from holdfast._plan.planner_values import HasOwnValues, finds_values_itself
 from holdfast._plan.read_columns import ReadItems, keys_of
 from holdfast._plan.replica_fingerprints import fingerprint_replicas
@@ -83,7 +83,8 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
             written once.
         dedup_save_to_lowest_rank: Let the lowest rank that holds a replicated value write it, instead of
             spreading the work over the ranks.
-        enable_plan_caching: Plan once, and use the plan again while nothing that it depends on changes.
+        enable_plan_caching: Plan once, and use the plan again while nothing that it depends on changes. The
+            plan belongs to this planner: pass the same one to every save.
         check_replicas: Compare what several ranks save under one key, unless it is sharded, and raise if
             it differs: objects and tensors of up to 64 KiB by all their bytes, larger tensors by a sample.
             ``"full"`` compares every byte, at the cost of reading it once more; False compares nothing,
@@ -116,7 +117,7 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
         self.mappings = {}
         self.check_replicas = check_replicas
         self._enable_plan_caching = enable_plan_caching
-        self._cached_plans_key: str = type(self).__name__
+        self._cached_plans_key: str = new_cache_key(self)
         self._cache = PlanCache(self._cached_plans_key)
 
     def set_up_planner(

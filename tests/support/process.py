@@ -30,6 +30,8 @@ def living_threads() -> tuple[list[str], int]:
     """The threads that Python knows, without this one, and how many the system knows of this process."""
     # torch starts threads of its own with the first large operation, and keeps them.
     torch.ones(1 << 20).add_(1)
+    # torch starts a pool of threads in the first operation that uses one, and keeps it: not to be counted.
+    torch.repeat_interleave(torch.arange(2), torch.ones(2, dtype=torch.int64))
     mine = threading.current_thread()
     others = sorted(thread.name for thread in threading.enumerate() if thread is not mine)
     return others, len(os.listdir("/proc/self/task"))

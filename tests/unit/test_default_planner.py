@@ -1,5 +1,6 @@
 """The default planners: what they report before anything changes, and their options one by one."""
 
+import gc
 import logging
 import warnings
 from collections.abc import Iterator
@@ -514,6 +515,35 @@ class BreaksOnce(hf.FileSystemWriter):
         if self.broken:
             raise OSError("no")
         return super().prepare_global_plan(plans)
+
+
+def cached_plans() -> list[dict[str, Any]]:
+    return [value for name, value in vars(SavePlanner).items() if name.startswith("_cached")]
+
+
+def test_planners_of_one_class_do_not_use_each_others_plans() -> None:
+    """Two ranks hold the same tensors; only one of the two planners lets the lower rank write them all."""
+
+    def plan(planner: DefaultSavePlanner) -> list[int]:
+        planner.set_up_planner({f"t{n}": torch.ones(4) for n in range(4)}, is_coordinator=True)
+        offer = planner.create_local_plan()
+        plans, _ = planner.create_global_plan([offer, offer])
+        planner.finish_plan(plans[0])
+        return [len(each.items) for each in plans]
+
+    spreading = DefaultSavePlanner(enable_plan_caching=True)
+    lowest = DefaultSavePlanner(enable_plan_caching=True, dedup_save_to_lowest_rank=True)
+    assert [plan(spreading), plan(lowest)] == [[2, 2], [4, 0]]
+
+
+def test_plans_are_forgotten_with_their_planner(tmp_path: Path) -> None:
+    before = [set(plans) for plans in cached_plans()]
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    save({"t": torch.ones(2)}, tmp_path, planner)
+    assert all(planner._cached_plans_key in plans for plans in cached_plans())
+    del planner
+    gc.collect()
+    assert [set(plans) for plans in cached_plans()] == before
 
 
 def test_a_save_that_failed_leaves_nothing_in_the_cache(

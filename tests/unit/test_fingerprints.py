@@ -26,7 +26,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._objects.fingerprint import fingerprint
+from holdfast._objects.object_fingerprint import fingerprint
 from holdfast._tensors.tensor_fingerprint import SMALL, fingerprint_tensor
 
 

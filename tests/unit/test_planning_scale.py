@@ -64,8 +64,8 @@ def shard(key: str, shape: tuple[int, ...], offsets: tuple[int, ...], lengths: t
 def messages_of_two_saves(state: dict[str, Any]) -> list[tuple[int, int]]:
     """For each of two saves of one rank the bytes of its offer and of the answer to it."""
     sizes = []
+    planner = holdfast.DefaultSavePlanner(enable_plan_caching=True)
     for _ in range(2):
-        planner = holdfast.DefaultSavePlanner(enable_plan_caching=True)
         planner.set_up_planner(state, is_coordinator=True)
         offer = planner.create_local_plan()
         (answer,), metadata = planner.create_global_plan([offer])

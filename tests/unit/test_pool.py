@@ -143,8 +143,13 @@ def test_an_interrupt_of_the_caller_cancels_and_is_raised() -> None:
         _wait_for(flag)
         stopped.append(threading.current_thread())
 
-    with pytest.raises(KeyboardInterrupt):
-        run([job, job, job, job], threads=2, cancellation=flag)
+    # A program that a script started in the background ignores interrupts from the start.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run([job, job, job, job], threads=2, cancellation=flag)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert len(stopped) == 2
     assert threading.current_thread() not in stopped
 

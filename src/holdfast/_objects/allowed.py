@@ -15,21 +15,27 @@ from typing import Any
 
 import torch
 
-from holdfast._objects.numpy_stand_ins import find_numpy, is_numpy
+from holdfast._objects.allowed_numpy import find_numpy, is_numpy
 
-__all__ = ["Factory", "find_allowed", "is_allowed"]
+__all__ = ["Factory", "find_allowed", "is_allowed", "is_factory"]
 
 
 class Factory:
     """Stands for a builtin type that may be named, as the default of a defaultdict, and called for nothing.
 
     ``list(range(10**12))`` is a few bytes of pickle; ``bytes()`` is how protocol 2 spells no bytes.
+
+    Attributes:
+        made: The type.
+        is_used: Whether it served one of these purposes. If not, it stands in the place of the type itself.
     """
 
     def __init__(self, made: type) -> None:
         self.made = made
+        self.is_used = False
 
     def __call__(self) -> Any:
+        self.is_used = True
         return self.made()
 
 
@@ -65,7 +71,10 @@ def _encode(text: Any, encoding: Any) -> bytes:
 def _defaultdict(factory: Any = None, *content: Any) -> collections.defaultdict[Any, Any]:
     if content or not (factory is None or isinstance(factory, Factory)):
         raise TypeError("a defaultdict's default may only be a builtin type")
-    return collections.defaultdict(None if factory is None else factory.made)
+    if factory is None:
+        return collections.defaultdict(None)
+    factory.is_used = True
+    return collections.defaultdict(factory.made)
 
 
 def _deque(items: Any = (), maxlen: Any = None) -> collections.deque[Any]:
@@ -128,6 +137,8 @@ _MADE_BY: dict[tuple[str, str], Any] = {
     ("builtins", "range"): range,
     ("builtins", "xrange"): range,
     ("builtins", "object"): object,
+    ("builtins", "Ellipsis"): ...,
+    ("builtins", "NotImplemented"): NotImplemented,
     ("_io", "BytesIO"): io.BytesIO,
     ("io", "BytesIO"): io.BytesIO,
     ("_codecs", "encode"): _encode,
@@ -157,9 +168,19 @@ for _builtin in (int, float, bool, str, list, dict, tuple, bytes):
     _MADE_BY["builtins", _builtin.__name__] = Factory(_builtin)
 
 
+_TORCH_CONSTANTS = (torch.dtype, torch.memory_format, torch.qscheme)
+
+
+def is_factory(value: object) -> bool:
+    """Whether a value that is about to be pickled is a type that a pickle may only name as a default."""
+    return isinstance(value, type) and isinstance(
+        _MADE_BY.get((value.__module__, value.__qualname__)), Factory
+    )
+
+
 def is_allowed(module: str, name: str) -> bool:
     """Whether a pickle may name this without the caller's leave."""
-    if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.memory_format):
+    if module == "torch" and isinstance(getattr(torch, name, None), _TORCH_CONSTANTS):
         return True
     return (module, name) in _MADE_BY or is_numpy(module, name) or module.startswith("numpy.dtypes")
 
@@ -176,11 +197,8 @@ def find_allowed(module: str, name: str) -> Any:
         if isinstance(found, Factory):
             return Factory(found.made)
         return functools.partial(found) if isinstance(found, types.FunctionType) else found
-    found = None
-    if module == "torch" and "." not in name:
-        found = getattr(torch, name, None)
-        if isinstance(found, torch.dtype | torch.memory_format):
-            return found
+    if module == "torch" and isinstance(found := getattr(torch, name, None), _TORCH_CONSTANTS):
+        return found
     if is_numpy(module, name):
         return find_numpy(module, name)
     raise KeyError(f"{module}.{name}")

@@ -7,18 +7,28 @@ import pickle
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
-from holdfast._objects.allowed import find_allowed
-from holdfast._objects.container import pickle_record, read_storages, refuse_compressed
-from holdfast._objects.numpy_stand_ins import NotPlainError, check_array_state, check_dtype_state, is_numpy
-from holdfast._objects.stored import LoadedObject
-from holdfast._objects.tensors import STORAGE_DTYPES, StorageName, rebuild_tensor, storage_of
+from holdfast._objects.allowed import Factory, find_allowed
+from holdfast._objects.allowed_numpy import NumpyRefusedError, check_array_state, check_dtype_state, is_numpy
+from holdfast._objects.object_streams import LoadedObject
+from holdfast._objects.rebuild_tensors import (
+    REBUILT,
+    STORAGE_DTYPES,
+    NamedStorage,
+    NeedsTorchError,
+    StorageName,
+    TensorName,
+    storage_of,
+)
+from holdfast._objects.torch_archive import pickle_record, read_storages, refuse_compressed
 from holdfast.errors import IntegrityError, UnsafeMetadataError
 
-__all__ = ["decode_object", "is_bytearray"]
+__all__ = ["decode_object", "is_bytearray", "rehearse"]
+
+_Globals: TypeAlias = Sequence[Callable[..., Any] | type]
 
 # How a pickle of nothing but bytes begins; their length follows.
 _BYTES, _BYTEARRAY = b"\x80\x04\x8e", b"\x80\x05\x96"
@@ -29,7 +39,7 @@ def decode_object(
     stream: io.BytesIO,
     *,
     allow_pickle: bool = False,
-    safe_globals: Sequence[Callable[..., Any] | type] = (),
+    safe_globals: _Globals = (),
 ) -> Any:
     """The value that was stored under ``key``.
 
@@ -59,13 +69,8 @@ def decode_object(
         if pickled is None:
             return _load_by_torch(stream, safe_globals)
         try:
-            return _unpickle(pickled, safe_globals)
-        except _HoldsTensorsError:
-            pass
-        try:
-            return _TensorUnpickler(pickled, safe_globals, read_storages(stream)).load()
-        except _HoldsTensorsError:
-            # Not plain tensors in the host's memory: torch knows more kinds.
+            return _unpickle(pickled, safe_globals, read_storages(stream))
+        except NeedsTorchError:
             return _load_by_torch(stream, safe_globals)
 
 
@@ -74,13 +79,13 @@ def is_bytearray(head: bytes) -> bool:
     return head[-11:-8] == _BYTEARRAY
 
 
-def _unpickle(pickled: bytes, safe_globals: Sequence[Callable[..., Any] | type]) -> Any:
+def _unpickle(pickled: bytes, safe_globals: _Globals, storages: Callable[[str], bytearray]) -> Any:
     if not _may_take_memory(pickled):
         try:
-            return _Unpickler(pickled, safe_globals).load()
+            return _FastUnpickler(pickled, safe_globals).load()
         except _NeedsCareError:
             pass
-    return _CarefulUnpickler(pickled, safe_globals).load()
+    return _CarefulUnpickler(pickled, safe_globals, storages).load()
 
 
 def _may_take_memory(pickled: bytes) -> bool:
@@ -99,7 +104,7 @@ def _explaining(key: str) -> Iterator[None]:
     """Say which object it was, whatever goes wrong."""
     try:
         yield
-    except (_NotAllowedError, NotPlainError) as refused:
+    except (_NotAllowedError, NumpyRefusedError) as refused:
         raise UnsafeMetadataError(
             f"{key}: the checkpoint holds an object that needs {refused}, which was not run. If you trust "
             f"the checkpoint, pass safe_globals=[...] with it, or allow_pickle=True.",
@@ -114,7 +119,7 @@ def _explaining(key: str) -> Iterator[None]:
         raise IntegrityError(f"{key}: the stored object cannot be read: {error}", key=key) from error
 
 
-def _load_by_torch(stream: io.BytesIO, safe_globals: Sequence[Callable[..., Any] | type]) -> Any:
+def _load_by_torch(stream: io.BytesIO, safe_globals: _Globals) -> Any:
     refuse_compressed(stream)
     try:
         with torch.serialization.safe_globals(list(safe_globals)):
@@ -128,58 +133,85 @@ class _NotAllowedError(Exception):
     """Names what was asked for."""
 
 
-class _HoldsTensorsError(Exception):
-    pass
-
-
 class _NeedsCareError(Exception):
     pass
 
 
 class _Rules:
-    """What both unpicklers allow."""
+    """What both unpicklers allow; each is mixed with one of Python's."""
 
-    allowed: dict[tuple[str, str], Any]
-    is_careful = False
+    def __init__(self, pickled: bytes, safe_globals: _Globals) -> None:
+        super().__init__(io.BytesIO(pickled))  # type: ignore[call-arg]
+        self.allowed = {(made.__module__, made.__qualname__): made for made in safe_globals}
+        self.factories: list[Factory] = []
 
     def find_class(self, module: str, name: str) -> Any:
-        found = self._find(module, name)
-        if not self.is_careful and (is_numpy(module, name) or _can_be_changed(found)):
-            raise _NeedsCareError
-        return found
-
-    def _find(self, module: str, name: str) -> Any:
         # Protocol 2, which torch writes, has the names of Python 2.
         module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
         if (module, name) in self.allowed:
             return self.allowed[module, name]
         if module in ("torch._utils", "torch._tensor", "torch.storage") or name.endswith("Storage"):
-            raise _HoldsTensorsError
+            raise NeedsTorchError
         try:
-            return find_allowed(module, name)
+            found = find_allowed(module, name)
         except KeyError:
             raise _NotAllowedError(f"{module}.{name}") from None
+        if isinstance(found, Factory):
+            self.factories.append(found)
+        return found
+
+    def load(self) -> Any:
+        value = super().load()  # type: ignore[misc]
+        for factory in self.factories:
+            if not factory.is_used:
+                raise _NotAllowedError(f"builtins.{factory.made.__name__}")
+        return value
+
+
+class _FastUnpickler(_Rules, pickle.Unpickler):
+    """Nothing that it gives out can be changed by what the pickle does with it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            found = super().find_class(module, name)
+        except NeedsTorchError:
+            raise _NeedsCareError from None
+        if is_numpy(module, name) or _can_be_changed(found):
+            raise _NeedsCareError
+        return found
 
     def persistent_load(self, _: Any) -> Any:
-        raise _HoldsTensorsError
+        raise _NeedsCareError
 
 
-class _Unpickler(_Rules, pickle.Unpickler):
-    """The fast one: nothing that it gives out can be changed by what the pickle does with it."""
+_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8
 
-    def __init__(self, pickled: bytes, safe_globals: Sequence[Callable[..., Any] | type]) -> None:
-        super().__init__(io.BytesIO(pickled))
-        self.allowed = {(made.__module__, made.__qualname__): made for made in safe_globals}
+
+def _can_be_changed(found: Any) -> bool:
+    """Whether it is a class whose attributes can be set, which a pickle could do for the whole process."""
+    return isinstance(found, type) and found.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) == _HEAP_TYPE
 
 
 class _CarefulUnpickler(_Rules, pickle._Unpickler):  # noqa: SLF001 - the Python one can be looked into
-    """Also gives out classes written in Python, and numpy's: it checks every state that a pickle sets."""
+    """Also gives out Python's classes, numpy's arrays and tensors: it checks every state that a pickle sets.
 
-    is_careful = True
+    Args:
+        pickled: The pickle.
+        safe_globals: What it may name besides data types.
+        storages: Gives the bytes of a storage of the container, by its key.
+    """
 
-    def __init__(self, pickled: bytes, safe_globals: Sequence[Callable[..., Any] | type]) -> None:
-        super().__init__(io.BytesIO(pickled))
-        self.allowed = {(made.__module__, made.__qualname__): made for made in safe_globals}
+    def __init__(self, pickled: bytes, safe_globals: _Globals, storages: Callable[[str], bytearray]) -> None:
+        super().__init__(pickled, safe_globals)
+        self._read = storages
+        self._storages: dict[str, torch.UntypedStorage] = {}
+        self._named: list[NamedStorage] = []
+
+    def load(self) -> Any:
+        value = super().load()
+        if not all(storage.is_used for storage in self._named):
+            raise NeedsTorchError  # a storage that is no tensor's
+        return value
 
     def load_build(self) -> None:
         state, target = self.stack[-1], self.stack[-2]  # type: ignore[attr-defined]
@@ -195,42 +227,50 @@ class _CarefulUnpickler(_Rules, pickle._Unpickler):  # noqa: SLF001 - the Python
 
     dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}  # noqa: SLF001
 
-
-_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8
-
-
-def _can_be_changed(found: Any) -> bool:
-    """Whether it is a class whose attributes can be set, which a pickle could do for the whole process."""
-    return isinstance(found, type) and found.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) == _HEAP_TYPE
-
-
-class _TensorUnpickler(_CarefulUnpickler):
-    """Also makes plain tensors of the host's memory, from the storages that the container holds."""
-
-    def __init__(
-        self,
-        pickled: bytes,
-        safe_globals: Sequence[Callable[..., Any] | type],
-        storages: Callable[[str], bytearray],
-    ) -> None:
-        super().__init__(pickled, safe_globals)
-        self._read = storages
-        self._storages: dict[str, torch.UntypedStorage] = {}
-
-    def _find(self, module: str, name: str) -> Any:
-        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-            return functools.partial(rebuild_tensor)
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in REBUILT:
+            return functools.partial(REBUILT[module, name])
         if (module, name) in STORAGE_DTYPES:
             return StorageName(STORAGE_DTYPES[module, name])
-        return super()._find(module, name)
+        return TensorName() if (module, name) == ("torch", "Tensor") else super().find_class(module, name)
 
     def persistent_load(self, name: Any) -> Any:
         try:
             word, kind, key, location, count = name
         except (TypeError, ValueError):
-            raise _HoldsTensorsError from None
+            raise NeedsTorchError from None
         if word != "storage" or not isinstance(kind, StorageName) or location != "cpu":
-            raise _HoldsTensorsError
+            raise NeedsTorchError
         if key not in self._storages:
             self._storages[key] = storage_of(self._read(key), kind, count)
-        return self._storages[key], kind.dtype
+        self._named.append(NamedStorage(self._storages[key], kind.dtype))
+        return self._named[-1]
+
+
+class _RehearsingUnpickler(_CarefulUnpickler):
+    """Does everything but read the storages: they stay zeros, which take no memory until they are touched."""
+
+    def __init__(self, pickled: bytes) -> None:
+        super().__init__(pickled, (), lambda _: bytearray(self._nbytes))
+        self._nbytes = 0
+
+    def find_class(self, module: str, name: str) -> Any:
+        # Zeros are not the indices of a sparse tensor.
+        is_sparse = name == "_rebuild_sparse_tensor"
+        return (lambda *_: None) if is_sparse else super().find_class(module, name)
+
+    def persistent_load(self, name: Any) -> Any:
+        self._nbytes = name[4] * (name[1].dtype.itemsize if name[1].dtype else 1)
+        return super().persistent_load(name)
+
+
+def rehearse(pickled: bytes) -> Exception | None:
+    """Why a load will refuse a pickle that was just made, unless the caller allows it; None if it will not.
+
+    A NeedsTorchError says that it is up to ``torch.load``.
+    """
+    try:
+        _RehearsingUnpickler(pickled).load()
+    except (_NotAllowedError, NumpyRefusedError, NeedsTorchError) as refused:
+        return refused
+    return None

@@ -9,8 +9,12 @@ import torch
 
 from holdfast._format.torch_item import ItemFrame, bytes_item
 from holdfast._io.blocks import crc32_combine
-from holdfast._objects.allowed import is_allowed
-from holdfast._objects.stored import StoredObject
+from holdfast._objects.allowed import is_allowed, is_factory
+from holdfast._objects.allowed_numpy import is_refused_dtype
+from holdfast._objects.decode import rehearse
+from holdfast._objects.object_streams import StoredObject
+from holdfast._objects.rebuild_tensors import NeedsTorchError
+from holdfast._objects.torch_archive import pickle_record
 from holdfast.errors import PlanError
 from holdfast.stateful import Stateful
 
@@ -26,7 +30,7 @@ def encode_object(key: str, value: Any) -> io.BytesIO:
     """The stream that stands for ``value`` in a checkpoint.
 
     Bytes are stored as they are. What holds tensors goes through ``torch.save``; everything else is a
-    pickle in the same kind of container.
+    pickle in the same kind of container. A warning is logged for what a load refuses by default.
 
     Raises:
         PlanError: The value cannot be pickled.
@@ -34,34 +38,32 @@ def encode_object(key: str, value: Any) -> io.BytesIO:
     if type(value) in (bytes, bytearray):
         item = bytes_item(len(value), combine=crc32_combine, kind=type(value))
         return StoredObject(item, memoryview(value))
-    stream = io.BytesIO()
-    pickler = _Pickler(stream, _PROTOCOL)
+    pickled = io.BytesIO()
+    pickler = _Pickler(pickled, _PROTOCOL)
     try:
         pickler.dump(value)
-    except _HoldsTensorsError:
+    except NeedsTorchError:
         return _save_by_torch(key, value)
     except Exception as error:
         raise _refused(key, value, error) from error
-    if pickler.classes:
-        _say_what_loading_needs(key, pickler.classes)
-    payload = stream.getbuffer()
-    return StoredObject(ItemFrame([(b"a/version", b"3\n")], b"a/data.pkl", len(payload)), payload)
-
-
-class _HoldsTensorsError(Exception):
-    pass
+    # Not getbuffer: a view of a BytesIO must not stay behind in the traceback of a failed save.
+    payload = memoryview(pickled.getvalue())
+    stream = StoredObject(ItemFrame([(b"a/version", b"3\n")], b"a/data.pkl", len(payload)), payload)
+    if pickler.unusual and rehearse(payload.tobytes()) is not None:
+        _say_what_loading_needs(key, pickler.unusual)
+    return stream
 
 
 class _Pickler(pickle.Pickler):
-    """Stops at the first tensor, and notes which classes the reader will have to allow."""
+    """Stops at the first tensor, and notes what the reader may have to allow."""
 
     def __init__(self, stream: io.BytesIO, protocol: int) -> None:
         super().__init__(stream, protocol)
-        self.classes: set[str] = set()
+        self.unusual: set[str] = set()
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor | torch.UntypedStorage | torch.TypedStorage):
-            raise _HoldsTensorsError
+            raise NeedsTorchError
         if isinstance(obj, Stateful) and not isinstance(obj, type):
             raise TypeError(
                 f"it holds a {type(obj).__qualname__}, which is saved by its state_dict: put it into a dict "
@@ -71,8 +73,10 @@ class _Pickler(pickle.Pickler):
             raise TypeError(f"{obj} has no name of its own in a pickle; save str(value)")
         named = obj if isinstance(obj, type) or callable(obj) else type(obj)
         module, name = getattr(named, "__module__", ""), getattr(named, "__qualname__", "")
-        if not is_allowed(module, name):
-            self.classes.add(f"{module}.{name}")
+        if not is_allowed(module, name) or is_factory(obj):
+            self.unusual.add(f"{module}.{name}")
+        elif is_refused_dtype(obj):
+            self.unusual.add(f"the numpy dtype {obj}")
         return NotImplemented
 
 
@@ -82,11 +86,14 @@ def _save_by_torch(key: str, value: Any) -> io.BytesIO:
         torch.save(value, stream)
     except Exception as error:
         raise _refused(key, value, error) from error
-    stream.seek(0)
-    named = torch.serialization.get_unsafe_globals_in_checkpoint(stream)
-    unknown = {name for name in named if not is_allowed(*name.rsplit(".", 1))}
-    if unknown:
-        _say_what_loading_needs(key, unknown)
+    refused = rehearse(pickle_record(stream) or b"")
+    if refused is not None:
+        stream.seek(0)
+        unknown = set(torch.serialization.get_unsafe_globals_in_checkpoint(stream))
+        if not isinstance(refused, NeedsTorchError):
+            unknown = {str(refused), *(name for name in unknown if not is_allowed(*name.rsplit(".", 1)))}
+        if unknown:
+            _say_what_loading_needs(key, unknown)
     stream.seek(0)
     return stream
 

@@ -5,6 +5,7 @@ import functools
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class MetadataEntries(DeferredEntries[STORAGE_TYPES]):
         # A new record each time: the caller may change it.
         properties = TensorProperties.__new__(TensorProperties)
         properties.__dict__.update(described.__dict__)
-        chunks = DeferredList(directory.count[number], lambda: _chunks(directory, number))
+        chunks = DeferredList(directory.count[number], _Chunks(directory, number))
         return TensorStorageMetadata(properties, torch.Size(directory.shape(number)), chunks)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -72,11 +73,16 @@ class MetadataEntries(DeferredEntries[STORAGE_TYPES]):
         return MetadataEntries, (self.columns, "the metadata", self.directory)
 
 
-def _chunks(directory: Directory, number: int) -> Iterable[ChunkStorageMetadata]:
-    size = torch.Size
-    return [
-        ChunkStorageMetadata(size(offsets), size(lengths)) for offsets, lengths in directory.boxes(number)
-    ]
+@dataclass
+class _Chunks:
+    """Makes the chunks of a key. Equal makers make equal chunks, so lists can be compared before that."""
+
+    directory: Directory
+    number: int
+
+    def __call__(self) -> Iterable[ChunkStorageMetadata]:
+        size, boxes = torch.Size, self.directory.boxes(self.number)
+        return [ChunkStorageMetadata(size(offsets), size(lengths)) for offsets, lengths in boxes]
 
 
 def dtypes_of(metadata: Metadata) -> list[torch.dtype]:

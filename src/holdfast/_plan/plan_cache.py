@@ -1,5 +1,7 @@
 """The plan cache: while nothing changes, a rank sends only that its plan is the same as last time."""
 
+import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -8,9 +10,23 @@ from holdfast.errors import InvalidPlanError
 from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan, SavePlanner
 
-__all__ = ["PlanCache"]
+__all__ = ["PlanCache", "new_cache_key"]
 
 _AS_LAST_TIME = SavePlan([], usable=False)
+_numbers = itertools.count(1)
+
+
+def new_cache_key(planner: SavePlanner) -> str:
+    """A key for the plans of one planner. They are forgotten when the planner is."""
+    key = f"{type(planner).__name__} {next(_numbers)}"
+    weakref.finalize(planner, _forget, key).atexit = False
+    return key
+
+
+def _forget(key: str) -> None:
+    for name, plans in vars(SavePlanner).items():
+        if name.startswith("_cached_"):
+            plans.pop(key, None)
 
 
 class PlanCache:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -74,20 +75,17 @@ class ReadColumns:
 class ReadItems(DeferredList[ReadItem]):
     """The ``items`` of a load plan that is columns until somebody looks at an item."""
 
-    __slots__ = ("columns",)
+    __slots__ = ()
 
     def __init__(self, columns: ReadColumns) -> None:
-        super().__init__(len(columns), columns.items)
-        self.columns: ReadColumns | None = columns
+        super().__init__(len(columns), columns.items, columns)
 
-    def let_go(self) -> None:
-        """Drop the columns: the items may be changed from now on, and the columns would not know."""
-        self.columns = None
+    def _differs(self, make: Any) -> bool:  # noqa: ARG002
+        # A ReadItem and all that it holds cannot be changed.
+        return False
 
 
 def keys_of(plan: LoadPlan) -> list[str]:
     """The key of each item of a plan."""
-    items = plan.items
-    if isinstance(items, ReadItems) and items.columns is not None:
-        return items.columns.keys
-    return [item.dest_index.fqn for item in items]
+    columns = plan.items.columns if isinstance(plan.items, ReadItems) else None
+    return [item.dest_index.fqn for item in plan.items] if columns is None else columns.keys

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor, Replicate
 
-from holdfast._objects.fingerprint import fingerprint
+from holdfast._objects.object_fingerprint import fingerprint
 from holdfast._tensors.chunks import is_sharded, is_tensor
 from holdfast._tensors.dtensors import held_pieces, memory_of_piece
 from holdfast._tensors.tensor_fingerprint import fingerprint_tensor

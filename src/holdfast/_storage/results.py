@@ -135,26 +135,21 @@ def _as_received(
 class Results(DeferredList[WriteResult]):
     """The results of ``write_data``: columns until somebody looks at one."""
 
-    __slots__ = ("columns",)
+    __slots__ = ()
 
     def __init__(self, columns: ResultColumns) -> None:
-        super().__init__(len(columns), columns.results)
-        self.columns: ResultColumns | None = columns
-
-    def let_go(self) -> None:
-        """The results may be replaced now, and the columns would not know."""
-        self.columns = None
+        super().__init__(len(columns), columns.results, columns)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if self.columns is not None:
-            return Results, (self.columns,)
-        return super().__reduce_ex__(protocol)
+        columns = self.columns
+        return super().__reduce_ex__(protocol) if columns is None else (Results, (columns,))
 
 
 def result_columns(results: Sequence[WriteResult]) -> ResultColumns:
     """Results as columns, whatever they are."""
-    if isinstance(results, Results) and results.columns is not None:
-        return results.columns
+    columns: ResultColumns | None = results.columns if isinstance(results, Results) else None
+    if columns is not None:
+        return columns
     items = WrittenItems()
     lists: dict[str, dict[Any, int]] = {name: {} for name in _LISTS}
     offsets = [result.index.offset for result in results]

@@ -9,7 +9,14 @@ import re
 import sys
 from typing import Any
 
-__all__ = ["NotPlainError", "check_array_state", "check_dtype_state", "find_numpy", "is_numpy"]
+__all__ = [
+    "NumpyRefusedError",
+    "check_array_state",
+    "check_dtype_state",
+    "find_numpy",
+    "is_numpy",
+    "is_refused_dtype",
+]
 
 _NAMES = {
     *(
@@ -58,7 +65,7 @@ def find_numpy(module: str, name: str) -> Any:
     return functools.partial(made, np)
 
 
-class NotPlainError(TypeError):
+class NumpyRefusedError(TypeError):
     """An array or a dtype of something else than plain numbers, text, bytes or times."""
 
 
@@ -68,7 +75,7 @@ class _ArrayName:
 
 def _make_dtype(np: Any, spec: Any, *_: Any) -> Any:
     if not isinstance(spec, str) or not _PLAIN_DTYPE.fullmatch(spec):
-        raise NotPlainError(f"a numpy dtype {spec!r}")
+        raise NumpyRefusedError(f"a numpy dtype {spec!r}")
     # A copy, since the state that the pickle sets next must not reach numpy's own instance.
     return np.dtype(spec, copy=True)
 
@@ -96,10 +103,20 @@ def _is_plain(np: Any, dtype: Any) -> bool:
     return isinstance(dtype, np.dtype) and not dtype.hasobject and dtype.fields is None
 
 
+def is_refused_dtype(value: object) -> bool:
+    """Whether a value that is about to be pickled is a dtype of numpy's that a pickle may not have."""
+    np = sys.modules.get("numpy")
+    return (
+        np is not None
+        and isinstance(value, np.dtype)
+        and not (_is_plain(np, value) and value.subdtype is None)
+    )
+
+
 def check_dtype_state(state: Any) -> None:
     """Raise unless the state of a dtype adds nothing but a byte order or a unit of time."""
     if not isinstance(state, tuple) or len(state) < 7 or state[2:5] != (None, None, None):
-        raise NotPlainError("a numpy dtype with fields or objects")
+        raise NumpyRefusedError("a numpy dtype with fields or objects")
 
 
 def check_array_state(state: Any, np: Any = None) -> None:
@@ -109,7 +126,7 @@ def check_array_state(state: Any, np: Any = None) -> None:
         raise TypeError("an array with an unknown state")
     _, shape, dtype, _, content = state
     if not _is_plain(np, dtype):
-        raise NotPlainError("a numpy array of objects or records")
+        raise NumpyRefusedError("a numpy array of objects or records")
     if not isinstance(shape, tuple) or not all(type(extent) is int and extent >= 0 for extent in shape):
         raise TypeError("an array with an impossible shape")
     count = 1

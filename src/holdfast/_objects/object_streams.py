@@ -1,5 +1,6 @@
 """Objects on their way to or from a file: raw bytes and the container around them, not put together."""
 
+import functools
 import io
 from typing import Any
 
@@ -25,48 +26,25 @@ class _Unassembled(io.BytesIO):
         if not self._is_filled:
             self._is_filled = True
             for part in self.parts():
-                super().write(part)
+                self.write(part)
             super().seek(0)
 
-    def read(self, size: int | None = -1, /) -> bytes:
-        self._fill()
-        return super().read(size)
 
-    def read1(self, size: int | None = -1, /) -> bytes:
-        self._fill()
-        return super().read1(size)
+def _after_filling(name: str) -> Any:
+    method = getattr(io.BytesIO, name)
 
-    def readinto(self, buffer: Any, /) -> int:
+    def filled(self: _Unassembled, *args: Any) -> Any:
         self._fill()
-        return super().readinto(buffer)
+        return method(self, *args)
 
-    def readline(self, size: int | None = -1, /) -> bytes:
-        self._fill()
-        return super().readline(size)
+    return functools.wraps(method)(filled)
 
-    def readinto1(self, buffer: Any, /) -> int:
-        self._fill()
-        return super().readinto1(buffer)
 
-    def readlines(self, size: int | None = -1, /) -> list[bytes]:
-        self._fill()
-        return super().readlines(size)
-
-    def __next__(self) -> bytes:
-        self._fill()
-        return super().__next__()
-
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        self._fill()
-        return super().seek(offset, whence)
-
-    def getvalue(self) -> bytes:
-        self._fill()
-        return super().getvalue()
-
-    def getbuffer(self) -> memoryview:
-        self._fill()
-        return super().getbuffer()
+for _name in (
+    *("read", "read1", "readinto", "readinto1", "readline", "readlines", "__next__"),
+    *("seek", "getvalue", "getbuffer"),
+):
+    setattr(_Unassembled, _name, _after_filling(_name))
 
 
 class StoredObject(_Unassembled):
