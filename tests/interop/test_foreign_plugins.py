@@ -344,5 +344,5 @@ def test_our_reader_serves_torch_behind_a_wrapper_once_it_is_told_so(tmp_path: P
     hf.save({"t": torch.ones(2)}, checkpoint_id=tmp_path)
     state = {"t": torch.zeros(2)}
     reader: Any = Logging(hf.FileSystemReader(tmp_path).for_torch())
-    torch_checkpoint.load(state, storage_reader=reader, no_dist=True)
+    dcp.load(state, storage_reader=reader, no_dist=True)
     assert state["t"].tolist() == [1, 1]
