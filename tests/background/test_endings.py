@@ -3,13 +3,12 @@
 import errno
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.background import programs
 from tests.background.programs import loaded, state
-from tests.ranks.nursery import Nursery, Outcome
+from tests.support.ranks import Outcome, RankProcesses, rank_processes
 
 import holdfast
 
@@ -17,10 +16,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery(programs.__name__)
-    yield made
-    made.close()
+def processes() -> RankProcesses:
+    return rank_processes()
 
 
 @pytest.fixture
@@ -36,8 +33,8 @@ def only(outcomes: list[Outcome]) -> Outcome:
 
 
 @pytest.mark.parametrize("status", [0, 3])
-def test_the_end_of_a_program_waits_for_its_save(nursery: Nursery, folder: Path, status: int) -> None:
-    outcome = only(nursery.run(programs.leave_during_a_save, 1, str(folder), status))
+def test_the_end_of_a_program_waits_for_its_save(processes: RankProcesses, folder: Path, status: int) -> None:
+    outcome = only(processes.run(programs.leave_during_a_save, 1, str(folder), status))
     assert os.waitstatus_to_exitcode(outcome.status) == status
     assert outcome.stderr == ""
     assert loaded(folder) == 2.0
@@ -47,10 +44,10 @@ def test_the_end_of_a_program_waits_for_its_save(nursery: Nursery, folder: Path,
     "program", [programs.leave_an_unseen_failure, programs.leave_a_failure_of_the_last_moment]
 )
 def test_a_failure_that_nobody_saw_is_printed_at_the_end_with_an_exit_status(
-    nursery: Nursery, folder: Path, program: object
+    processes: RankProcesses, folder: Path, program: object
 ) -> None:
     before = sorted(os.listdir(folder))
-    outcome = only(nursery.run(program, 1, str(folder)))  # type: ignore[arg-type]
+    outcome = only(processes.run(program, 1, str(folder)))  # type: ignore[arg-type]
     assert outcome.kind == "returned"
     assert os.waitstatus_to_exitcode(outcome.status) == 120
     assert "nobody looked at its future" in outcome.stderr
@@ -62,53 +59,53 @@ def test_a_failure_that_nobody_saw_is_printed_at_the_end_with_an_exit_status(
 
 
 def test_a_failure_that_was_seen_is_logged_once_and_the_program_ends_well(
-    nursery: Nursery, folder: Path
+    processes: RankProcesses, folder: Path
 ) -> None:
-    outcome = only(nursery.run(programs.leave_a_seen_failure, 1, str(folder)))
+    outcome = only(processes.run(programs.leave_a_seen_failure, 1, str(folder)))
     assert outcome.status == 0
     assert outcome.stderr.count("on purpose") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_program_killed_during_a_save_leaves_the_old_checkpoint(
-    nursery: Nursery, folder: Path, number: signal.Signals
+    processes: RankProcesses, folder: Path, number: signal.Signals
 ) -> None:
-    outcome = only(nursery.run(programs.be_killed_during_a_save, 1, str(folder), int(number)))
+    outcome = only(processes.run(programs.be_killed_during_a_save, 1, str(folder), int(number)))
     assert os.waitstatus_to_exitcode(outcome.status) == -number
     assert loaded(folder) == 1.0
     holdfast.save(state(3), checkpoint_id=folder)
     assert loaded(folder) == 3.0
 
 
-def test_a_save_is_finished_in_the_grace_period_after_sigterm(nursery: Nursery, folder: Path) -> None:
-    outcome = only(nursery.run(programs.finish_in_the_grace_period, 1, str(folder)))
+def test_a_save_is_finished_in_the_grace_period_after_sigterm(processes: RankProcesses, folder: Path) -> None:
+    outcome = only(processes.run(programs.finish_in_the_grace_period, 1, str(folder)))
     assert os.waitstatus_to_exitcode(outcome.status) == -signal.SIGTERM
     assert loaded(folder) == 2.0
 
 
 def test_a_save_that_takes_longer_than_the_grace_period_is_given_up_without_a_trace(
-    nursery: Nursery, folder: Path
+    processes: RankProcesses, folder: Path
 ) -> None:
     before = sorted(os.listdir(folder))
-    outcome = only(nursery.run(programs.give_up_after_the_grace_period, 1, str(folder)))
+    outcome = only(processes.run(programs.give_up_after_the_grace_period, 1, str(folder)))
     assert os.waitstatus_to_exitcode(outcome.status) == -signal.SIGTERM
     assert loaded(folder) == 1.0
     assert sorted(os.listdir(folder)) == before
 
 
-def test_a_handler_of_the_programs_own_is_left_alone(nursery: Nursery, folder: Path) -> None:
-    outcome = only(nursery.run(programs.keep_their_handler, 1, str(folder)))
+def test_a_handler_of_the_programs_own_is_left_alone(processes: RankProcesses, folder: Path) -> None:
+    outcome = only(processes.run(programs.keep_their_handler, 1, str(folder)))
     assert (outcome.kind, outcome.value, outcome.status) == ("returned", True, 0)
 
 
 def test_a_full_disk_is_told_by_the_future_and_the_old_checkpoint_stays(
-    nursery: Nursery, folder: Path
+    processes: RankProcesses, folder: Path
 ) -> None:
-    outcome = only(nursery.run(programs.fill_the_disk, 1, str(folder)))
+    outcome = only(processes.run(programs.fill_the_disk, 1, str(folder)))
     assert (outcome.kind, outcome.value) == ("returned", (errno.EFBIG, 1.0)), outcome.value
 
 
-def test_fifty_saves_take_no_more_memory_than_two(nursery: Nursery, folder: Path) -> None:
-    outcome = only(nursery.run(programs.save_fifty_times, 1, str(folder)))
+def test_fifty_saves_take_no_more_memory_than_two(processes: RankProcesses, folder: Path) -> None:
+    outcome = only(processes.run(programs.save_fifty_times, 1, str(folder)))
     assert outcome.kind == "returned", outcome.value
     assert max(outcome.value[2:]) <= 1.05 * outcome.value[1]

@@ -29,7 +29,7 @@ PROGRAM = """
     folder, seed, options = sys.argv[1], int(sys.argv[2]), sys.argv[3].split()
     import holdfast as hf
     from holdfast._io import lease
-    from tests.faults.support import small_state
+    from tests.support.states import small_state
 
     if "no locks" in sys.argv[3]:
         def no_locks(*_):
@@ -268,7 +268,7 @@ SAVE_AGAIN_AND_AGAIN = """
     import errno, fcntl, sys
     import holdfast as hf
     from holdfast.errors import StorageError
-    from tests.faults.support import small_state
+    from tests.support.states import small_state
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "no locks here")
     fcntl.flock = no_locks

@@ -1,12 +1,11 @@
 """A rank that fails, leaves, dies or stops is named on all others; nothing is committed; life goes on."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.ranks import faulty
 from tests.ranks.faulty import LOAD_PLACES, OF_THE_COORDINATOR, SAVE_PLACES, Case, Raised
-from tests.ranks.nursery import Nursery
+from tests.support.ranks import RankProcesses, rank_processes
 
 pytestmark = pytest.mark.slow
 
@@ -52,18 +51,16 @@ Seen = dict[Case, list[tuple[Raised | None, float]]]
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery(faulty.__name__)
-    yield made
-    made.close()
+def processes() -> RankProcesses:
+    return rank_processes()
 
 
 @pytest.fixture(scope="module")
-def seen(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def seen(processes: RankProcesses, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """All faults that a process survives, one after the other on one group."""
     folder = str(tmp_path_factory.mktemp("survived") / "c")
     everything = [*SURVIVED, *STOPPED]
-    outcomes = nursery.run(faulty.survive_in_sequence, WORLD, folder, everything, TIMEOUT, timeout=240)
+    outcomes = processes.run(faulty.survive_in_sequence, WORLD, folder, everything, TIMEOUT, timeout=240)
     assert [outcome.kind for outcome in outcomes] == ["returned"] * WORLD, outcomes
     assert [outcome.stderr for outcome in outcomes] == [""] * WORLD
     return {case: [outcome.value[n] for outcome in outcomes] for n, case in enumerate(everything)}
@@ -93,9 +90,9 @@ def test_a_fault_is_raised_on_all_ranks_with_its_cause_and_the_old_checkpoint_st
 
 @pytest.mark.parametrize("case", LETHAL, ids=str)
 def test_a_rank_that_dies_is_named_on_all_others_and_they_go_on_without_it(
-    case: Case, nursery: Nursery, tmp_path: Path
+    case: Case, processes: RankProcesses, tmp_path: Path
 ) -> None:
-    outcomes = nursery.run(faulty.lose_a_rank, WORLD, str(tmp_path / "c"), case, 30.0)
+    outcomes = processes.run(faulty.lose_a_rank, WORLD, str(tmp_path / "c"), case, 30.0)
     assert outcomes[case.rank].status != 0
     for rank, outcome in enumerate(outcomes):
         if rank != case.rank:
@@ -106,13 +103,13 @@ def test_a_rank_that_dies_is_named_on_all_others_and_they_go_on_without_it(
             assert outcome.stderr == ""
 
 
-def test_slow_storage_is_not_taken_for_death(nursery: Nursery, tmp_path: Path) -> None:
-    outcomes = nursery.run(faulty.write_slowly, 2, str(tmp_path / "c"), 0.5, 4.0)
+def test_slow_storage_is_not_taken_for_death(processes: RankProcesses, tmp_path: Path) -> None:
+    outcomes = processes.run(faulty.write_slowly, 2, str(tmp_path / "c"), 0.5, 4.0)
     assert [(outcome.kind, outcome.value) for outcome in outcomes] == [("returned", 1.0)] * 2
 
 
 def test_a_rank_that_holds_pythons_lock_for_long_is_not_taken_for_dead(
-    nursery: Nursery, tmp_path: Path
+    processes: RankProcesses, tmp_path: Path
 ) -> None:
-    outcomes = nursery.run(faulty.hold_the_lock, 2, str(tmp_path / "c"), 0.8, 4.0)
+    outcomes = processes.run(faulty.hold_the_lock, 2, str(tmp_path / "c"), 0.8, 4.0)
     assert [(outcome.kind, outcome.value) for outcome in outcomes] == [("returned", 5.0)] * 2

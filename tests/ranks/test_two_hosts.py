@@ -1,13 +1,13 @@
 """Ranks on two hosts that have nothing but a cable in common: network namespaces, each with its address."""
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.tools import need_command, need_root
 
 pytestmark = pytest.mark.slow
 
@@ -82,15 +82,18 @@ class Hosts:
 
 @pytest.fixture(params=[("10.77.0.1", "10.77.0.2"), ("fd77::1", "fd77::2")], ids=["IPv4", "only IPv6"])
 def hosts(request: pytest.FixtureRequest) -> Iterator[tuple[Hosts, str]]:
-    if shutil.which("ip") is None:
-        pytest.skip("there is no ip command")
+    need_root("to make network namespaces")
+    need_command("ip")
     first, second = request.param
     bits = 24 if "." in first else 64
-    made = None
     try:
         made = Hosts((f"{first}/{bits}", f"{second}/{bits}"))
     except OSError as error:
-        pytest.skip(f"this user or machine may not make hosts: {error}")
+        pytest.fail(
+            f"this machine does not let root make network namespaces: {error}. In a container, start it with "
+            "--privileged.",
+            pytrace=False,
+        )
     yield made, first if "." in first else f"[{first}]"
     made.remove()
 

@@ -157,12 +157,13 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         For each rank ``("returned", value)`` or ``("raised", traceback)``; ``("ended", what it printed)`` if
         it ended without either.
     """
-    found = _shared().run(function, world_size, *args, timeout=timeout, destroy=True)
+    found = rank_processes().run(function, world_size, *args, timeout=timeout, destroy=True)
     return [(one.kind, one.stderr if one.kind == "ended" else one.value) for one in found]
 
 
 @functools.cache
-def _shared() -> RankProcesses:
+def rank_processes() -> RankProcesses:
+    """The one process from which all ranks of this test run are forked; started by the first call."""
     made = RankProcesses()
     atexit.register(made.close)
     return made

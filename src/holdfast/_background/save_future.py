@@ -54,7 +54,7 @@ class _Watched(Future[T]):
             for waiter in self._waiters:
                 waiter.add_cancelled(self)
             self._condition.notify_all()
-        self._invoke_callbacks()
+        self._invoke_callbacks()  # type: ignore[attr-defined]
 
 
 class StagedFuture(_Watched[None]):
