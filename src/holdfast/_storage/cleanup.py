@@ -138,8 +138,11 @@ def discard_files(store: ByteStore, names: Iterable[str], *, save_id: str, rank:
     try:
         data = store.read(metadata_name(rank), max_bytes=LARGEST_METADATA)
         meta = load_metadata(data, path=store.url).storage_meta
-    except (CheckpointError, OSError):
+    except CheckpointNotFoundError:
         meta = None
+    except (CheckpointError, OSError) as error:
+        logger.warning("%s: files of a failed save stay, as nobody knows if it was: %s", store.url, error)
+        return
     if meta is None or meta.save_id != save_id:
         delete_quietly(store, names)
 

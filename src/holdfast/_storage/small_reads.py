@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from holdfast._io.blocks import crc32
+from holdfast._io.store import StoreTraits
 from holdfast._storage.destinations import Destination
 from holdfast._storage.item_places import ItemPlaces
 from holdfast._storage.item_reader import Chunk, ReadContext
@@ -16,11 +17,6 @@ from holdfast.errors import ChecksumError, MetadataFormatError
 from holdfast.planner import ReadItem
 
 __all__ = ["SmallTensors", "is_small", "small_tensor_jobs"]
-
-_GAP = 64 * 1024
-"""What lies between two neighbours and is read for nothing, at most."""
-_REQUEST = 4 * 1024 * 1024
-"""What is read in one request, at most."""
 
 
 def is_small(chunk: Chunk, item: ReadItem) -> bool:
@@ -84,13 +80,14 @@ class SmallTensors:
         made.destinations = [Destination(context.calls, item, chunk.dtype) for chunk, item in lines]
         return made
 
-    def requests(self) -> Iterator[range]:
+    def requests(self, traits: StoreTraits) -> Iterator[range]:
         """The numbers of the tensors that are read in one request."""
+        gap, most = traits.read_gap_nbytes, traits.read_nbytes
         begin = first = reach = 0
         for number, (start, nbytes) in enumerate(zip(self.starts, self.nbytes, strict=True)):
             if number == 0:
                 first = reach = start
-            elif start - reach > _GAP or start + nbytes - first > _REQUEST:
+            elif start - reach > gap or start + nbytes - first > most:
                 yield range(begin, number)
                 begin, first = number, start
             reach = max(reach, start + nbytes)
@@ -102,7 +99,7 @@ def small_tensor_jobs(
     context: ReadContext, file: SharedFile, tensors: SmallTensors
 ) -> list[Callable[[], None]]:
     """Jobs that read small tensors of one file, neighbours together: 2 microseconds a tensor."""
-    return [_Request(context, file, tensors, numbers) for numbers in tensors.requests()]
+    return [_Request(context, file, tensors, numbers) for numbers in tensors.requests(file.store.traits)]
 
 
 class _Request:
