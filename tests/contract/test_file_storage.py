@@ -93,6 +93,16 @@ class TestAStoreInMemory(StorageContract):
     def make_reader(self, place: Path) -> hf.StorageReader:
         return StoreReader(MemoryStore(f"memory:{place}"))
 
+    def stored_files(self, place: Path) -> dict[str, bytes]:
+        store = MemoryStore(f"memory:{place}")
+        return {name: bytes(store.read(name, max_bytes=1 << 30)) for name in store.names()}
+
+    def replace_stored_file(self, place: Path, name: str, data: bytes | None) -> None:
+        store = MemoryStore(f"memory:{place}")
+        store.delete([name])
+        if data is not None:
+            store.replace(name, data)
+
 
 class TestStreamsInMemory(StorageContract):
     fs: type[MemoryFileSystem] = MemoryFileSystem
@@ -102,6 +112,15 @@ class TestStreamsInMemory(StorageContract):
 
     def make_reader(self, place: Path) -> hf.StorageReader:
         return StreamReader(f"mem:/{place}", self.fs())
+
+    def stored_files(self, place: Path) -> dict[str, bytes]:
+        start = f"mem:/{place}/"
+        return {path[len(start) :]: data for path, data in self.fs.files.items() if path.startswith(start)}
+
+    def replace_stored_file(self, place: Path, name: str, data: bytes | None) -> None:
+        self.fs.files.pop(f"mem:/{place}/{name}", None)
+        if data is not None:
+            self.fs.files[f"mem:/{place}/{name}"] = data
 
 
 class TestListedStreamsInMemory(TestStreamsInMemory):
