@@ -56,7 +56,7 @@ PROGRAM = """
     writer = Paused(folder)
     state = small_state(seed)
     if "often" in options:  # a save of few items is over before its lease need be renewed
-        state["many"] = list(range(1000))
+        state["many"] = {f"value {n}": n for n in range(1000)}
     try:
         hf.save(state, storage_writer=writer, use_collectives="own" not in options)
     except Exception as error:
