@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["has_known", "known_to_engine"]
+__all__ = ["known_to_engine"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -18,8 +18,3 @@ def known_to_engine(method: F) -> F:
     """
     method.is_known_to_engine = True  # type: ignore[attr-defined]
     return method
-
-
-def has_known(plugin: object, method: str) -> bool:
-    """Whether the plugin's method is a marked one."""
-    return bool(getattr(getattr(plugin, method), "is_known_to_engine", False))

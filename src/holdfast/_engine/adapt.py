@@ -16,7 +16,6 @@ from holdfast._engine.ports import (
     SavePlannerPort,
     WriterPort,
 )
-from holdfast._known_methods import has_known
 from holdfast._torch_compat import (
     our_load_planner,
     our_save_planner,
@@ -57,7 +56,7 @@ def adapt_load_planner(planner: Any) -> LoadPlannerPort:
     return LoadPlannerPort(
         ours,
         flattens=getattr(ours, "flatten_state_dict", True),
-        passes_plans_on=has_known(ours, "create_global_plan"),
+        passes_plans_on=_has_known(ours, "create_global_plan"),
     )
 
 
@@ -72,10 +71,10 @@ def adapt_reader(reader: Any) -> ReaderPort:
     return ReaderPort(
         ours,
         set_up=_with_known_keywords(ours.set_up_storage_reader, reader.set_up_storage_reader),
-        metadata_is_alike=has_known(ours, "read_metadata"),
+        metadata_is_alike=_has_known(ours, "read_metadata"),
         has_rank_metadata=_takes_any_keyword(reader.read_metadata),
-        passes_plans_on=has_known(ours, "prepare_global_plan"),
-        read_together=ours.read_data_together if has_known(ours, "read_data") else None,
+        passes_plans_on=_has_known(ours, "prepare_global_plan"),
+        read_together=ours.read_data_together if _has_known(ours, "read_data") else None,
     )
 
 
@@ -103,6 +102,11 @@ def gives_leases(stager: Any) -> bool:
     """Whether a stager is our DefaultStager and stages in its way: a subclass may have changed ``stage``."""
     owner = next((cls for cls in type(stager).__mro__ if "stage_leased" in vars(cls)), None)
     return owner is not None and inspect.getattr_static(stager, "stage") is vars(owner).get("stage")
+
+
+def _has_known(plugin: Any, method: str) -> bool:
+    """Whether a method of a plugin is one that ``known_to_engine`` marks."""
+    return bool(getattr(getattr(plugin, method), "is_known_to_engine", False))
 
 
 def _takes_any_keyword(method: Callable[..., Any]) -> bool:

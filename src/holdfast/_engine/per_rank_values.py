@@ -35,7 +35,7 @@ def split_by_rank(
         opened, _ = _open_value(owner, path, planner)
         return {rank_name(rank, world_size): opened["value"]}
 
-    return _Walk(replace).start(state)
+    return _PerRankWalk(replace).start(state)
 
 
 def _open_value(
@@ -52,11 +52,11 @@ def _open_value(
     def refuse(_: "PerRank[Any]", inner: Path) -> Any:
         raise UsageError(f"{flat(path)}: a PerRank stands in a PerRank, at {flat(inner)}", key=flat(path))
 
-    _Walk(refuse).open(opened["value"], path)
+    _PerRankWalk(refuse).open(opened["value"], path)
     return opened, found
 
 
-class _Walk:
+class _PerRankWalk:
     """Copies the containers on the way to each PerRank, and puts something else in its place.
 
     Attributes:
@@ -154,7 +154,7 @@ class LoadByRank:
         self._metadata, self._planner = metadata, planner
         self._saved = saved_places(metadata)
         self._places: list[_Place] = []
-        self._walk = _Walk(self._replace)
+        self._walk = _PerRankWalk(self._replace)
         self.state = self._walk.start(state)
         problems = [*self._problems(), *self._plain_places(state)]
         if problems:

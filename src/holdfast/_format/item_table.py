@@ -74,7 +74,7 @@ class StorageInfo:
     def __eq__(self, other: object) -> bool:
         """Whether all fields are equal; of torch's record those that it has."""
         if type(other).__name__ == "_StorageInfo":
-            return all(getattr(self, name) == getattr(other, name, None) for name in _FIELDS_OF_TORCH)
+            return all(vars(self)[name] == vars(other).get(name) for name in _FIELDS_OF_TORCH)
         return vars(self) == vars(other) if isinstance(other, StorageInfo) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]

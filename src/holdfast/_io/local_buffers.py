@@ -3,6 +3,7 @@
 import contextlib
 import mmap
 import os
+import sys
 import threading
 
 __all__ = ["BUFFER_NBYTES", "borrow", "give_back"]
@@ -14,7 +15,7 @@ cache."""
 _IDLE_LIMIT = 4
 # Filling fresh memory took 4.6 ms a buffer, reused memory 0.3 ms: so a few stay, 32 MiB at most.
 
-_HUGE_PAGES: int = getattr(mmap, "MADV_HUGEPAGE", 0)
+_HUGE_PAGES = mmap.MADV_HUGEPAGE if sys.platform == "linux" else 0
 
 _idle: list[mmap.mmap] = []
 _lock = threading.Lock()

@@ -3,6 +3,7 @@
 import errno
 import mmap
 import os
+import sys
 from collections.abc import Sequence
 
 from typing_extensions import Buffer
@@ -19,7 +20,7 @@ SPAN = 32 << 20
 
 _WINDOW = 4 << 20  # one read past the page cache: 1 MiB is 10% slower cold, 8 MiB no faster
 _DIRECT_FROM = 1 << 20  # smaller reads gain more from the kernel's read-ahead than they lose
-_NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
+_NOWAIT = os.RWF_NOWAIT if sys.platform == "linux" else 0
 
 assert _WINDOW <= BUFFER_NBYTES
 

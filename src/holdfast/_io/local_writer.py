@@ -5,6 +5,7 @@ import fcntl
 import functools
 import mmap
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -20,7 +21,7 @@ PAGE = max(mmap.PAGESIZE, 4096)
 
 _GATHER_BELOW = 64 << 10  # smaller pieces are gathered: thousands of system calls cost more than the copy
 
-O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+O_DIRECT = os.O_DIRECT if sys.platform == "linux" else 0
 
 
 @contextmanager

@@ -247,4 +247,4 @@ class _Crew(Generic[T]):
 def _add_notes(error: BaseException, notes: list[str]) -> None:
     # What add_note does, which Python 3.10 does not have.
     if notes:
-        setattr(error, "__notes__", [*getattr(error, "__notes__", ()), *notes])  # noqa: B010 - unknown to 3.10
+        vars(error).setdefault("__notes__", []).extend(notes)

@@ -102,7 +102,7 @@ def _device(kind: Any, index: Any = None) -> torch.device:
 
 
 def _layout(name: Any) -> torch.layout:
-    layout = getattr(torch, str(name).removeprefix("torch."), None)
+    layout = vars(torch).get(str(name).removeprefix("torch."))
     if not isinstance(layout, torch.layout):
         raise TypeError("a layout was expected")
     return layout
@@ -180,7 +180,7 @@ def is_factory(value: object) -> bool:
 
 def is_allowed(module: str, name: str) -> bool:
     """Whether a pickle may name this without the caller's leave."""
-    if module == "torch" and isinstance(getattr(torch, name, None), _TORCH_CONSTANTS):
+    if module == "torch" and isinstance(vars(torch).get(name), _TORCH_CONSTANTS):
         return True
     return (module, name) in _MADE_BY or is_numpy(module, name) or module.startswith("numpy.dtypes")
 
@@ -197,7 +197,7 @@ def find_allowed(module: str, name: str) -> Any:
         if isinstance(found, Factory):
             return Factory(found.made)
         return functools.partial(found) if isinstance(found, types.FunctionType) else found
-    if module == "torch" and isinstance(found := getattr(torch, name, None), _TORCH_CONSTANTS):
+    if module == "torch" and isinstance(found := vars(torch).get(name), _TORCH_CONSTANTS):
         return found
     if is_numpy(module, name):
         return find_numpy(module, name)

@@ -109,7 +109,7 @@ _ATOMS: dict[type, Callable[[Any], bytes]] = {
     torch.memory_format: lambda value: _framed(b"w", str(value).encode()),
     torch.qscheme: lambda value: _framed(b"w", str(value).encode()),
 }
-_PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor)}
+_PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 
 class _Walk:

@@ -15,9 +15,7 @@ __all__ = ["Memo", "copy_around", "find_tensors", "key_of", "leaves_of"]
 Memo: TypeAlias = dict[int, Any]
 """Maps the identity of an original to its copy, as the memo of ``copy.deepcopy`` does."""
 
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
-if hasattr(torch.nn, "Buffer"):
-    _PLAIN.add(torch.nn.Buffer)
+_PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 _IMMUTABLE = {
     type(None), bool, int, float, complex, str, bytes, range, type, type(Ellipsis),

@@ -51,7 +51,7 @@ _OURS: dict[str, ModuleType] = {
 
 def _torch_class(module: str, name: str) -> type | None:
     loaded = sys.modules.get(f"{_PACKAGE}.{module}")
-    return getattr(loaded, name, None)
+    return None if loaded is None else vars(loaded).get(name)
 
 
 @functools.cache

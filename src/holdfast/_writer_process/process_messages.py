@@ -3,6 +3,7 @@
 import os
 import socket
 import struct
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ PROTOCOL = 3
 READY, REQUEST, DONE, FAILED = range(4)
 
 _HEADER = struct.Struct("<BQQ")
-_CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_CLOSE_ON_EXEC = socket.MSG_CMSG_CLOEXEC if sys.platform == "linux" else 0
 
 
 class ProcessMessage(NamedTuple):
