@@ -97,10 +97,13 @@ class StreamStore(ByteStore):
         path = self._path(check_name(name, error=UnsafeMetadataError))
         try:
             return _StreamReader(self._fs, path)
-        except FileNotFoundError as error:
-            raise CheckpointNotFoundError(f"{path}: there is no such file.", path=os.fspath(path)) from error
         except IsADirectoryError as error:
             raise StorageError(f"{path}: is a folder.", path=os.fspath(path)) from error
+        except Exception as error:
+            # Not every file system raises FileNotFoundError for a missing file.
+            if not isinstance(error, FileNotFoundError) and self._fs.exists(path):
+                raise
+            raise CheckpointNotFoundError(f"{path}: there is no such file.", path=os.fspath(path)) from error
 
     def replace(self, name: str, *pieces: Buffer, durable: bool = True) -> None:
         """Put the pieces under ``name``; see ByteStore, and above."""
