@@ -39,7 +39,7 @@ _DATA_FILE = re.compile(r"__(\d+)_(\d+)(?:-([0-9a-f]+))?\.distcp")
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _LEASE = re.compile(r"\.([0-9a-f]+)\.lease")
 # torch's temporary files have no random part.
-_LEFTOVER = re.compile(r"(?:__\d+)?\.metadata\.(?:.*\.)?tmp")
+_LEFTOVER = re.compile(r"(?:(?:__\d+)?\.metadata|\.[0-9a-f]+\.lease)\.(?:.*\.)?tmp")
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def temporary_name(name: str) -> str:
 
 
 def is_leftover(name: str) -> bool:
-    """Whether ``name`` is that of metadata that did not get its name, in our naming or in torch's."""
+    """Whether ``name`` is that of metadata or a lease that did not get its name, in our naming or torch's."""
     return _LEFTOVER.fullmatch(name) is not None
 
 

@@ -147,12 +147,18 @@ class Lease:
         """Write the lease.
 
         Raises:
-            StorageError: There is something of that name.
             OSError: It cannot be written.
         """
-        data = self._holder.encode()
-        with self._store.create(self.name, nbytes_hint=len(data), durable=False) as file:
-            file.write(data)
+        # In one step: a lease that a killed process left half written would name nobody, and keep the place
+        # closed until it expires.
+        for attempt in range(3):
+            try:
+                self._store.replace(self.name, self._holder.encode(), durable=False)
+            except FileNotFoundError:  # noqa: PERF203 - a clean-up may take the temporary file for a leftover
+                if attempt == 2:
+                    raise
+            else:
+                return
 
     def keep(self) -> None:
         """Renew the lease from now on, in a thread. Does nothing if that goes on already."""
@@ -242,7 +248,7 @@ def _living_holder(store: ByteStore, name: str, now_ns: int | None) -> LeaseHold
     if renewed_ns is None or now_ns is None:
         renewed_ns, now_ns = (holder.renewed_ns if holder else 0), time.time_ns()
     expired = now_ns - renewed_ns > EXPIRY_SECONDS * 1e9
-    # A lease that is not written completely yet belongs to a save that has just begun.
+    # A lease that cannot be read right now may be one that is being renewed.
     return None if expired else holder or LeaseHolder("?", "", "", 0, 0, False, renewed_ns)  # noqa: FBT003
 
 
