@@ -43,7 +43,9 @@ def choose_writer(
     if writer is not None:
         writer.reset(checkpoint_id)
         return writer
-    return FileSystemWriter(_local_place(checkpoint_id, "storage_writer"))
+    writer = FileSystemWriter(_local_place(checkpoint_id, "storage_writer"))
+    writer.reset()
+    return writer
 
 
 def choose_reader(

@@ -39,11 +39,14 @@ class _OfFileSystem:
 
     fs: FileSystemBase
     path: str | os.PathLike[str]
+    _opened: "tuple[FileSystemBase, str | os.PathLike[str], ByteStore] | None" = None
 
     @property
     def store(self) -> ByteStore:
-        """The folder."""
-        return open_file_system(self.fs, self.path)
+        """The folder. A relative path means the same one until the next ``reset``, also after a ``chdir``."""
+        if self._opened is None or self._opened[0] is not self.fs or self._opened[1] != self.path:
+            self._opened = (self.fs, self.path, open_file_system(self.fs, self.path))
+        return self._opened[2]
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -52,6 +55,12 @@ class _OfFileSystem:
 
     def _move_to(self, checkpoint_id: str | os.PathLike[str]) -> None:
         self.path = self.fs.init_path(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new save or load, at another folder if one is named."""
+        super().reset(checkpoint_id)  # type: ignore[misc]
+        self._opened = None
+        _ = self.store  # now, in the working directory of the call
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -8,8 +8,9 @@ from collections.abc import Hashable
 from typing import Any, Protocol
 
 from holdfast._engine.adapt import place_of
+from holdfast._io.places import local_path
 from holdfast._io.progress import Progress, ProgressTracker
-from holdfast.errors import CheckpointError, CheckpointException
+from holdfast.errors import CheckpointError, CheckpointException, UsageError
 
 __all__ = [
     "IdentityKey",
@@ -57,7 +58,10 @@ def exclusive_keys(
     keys: set[Hashable] = {IdentityKey(plugin) for plugin in (storage, planner) if plugin is not None}
     if isinstance(place, str | os.PathLike):
         place = os.fspath(place)
-        keys.add(("place", place if "://" in place else os.path.realpath(place)))
+        try:
+            keys.add(("place", os.path.realpath(local_path(place))))
+        except UsageError:
+            keys.add(("place", place.rstrip("/")))
     return (f"a {type(storage).__name__}" if place is None else str(place)), frozenset(keys)
 
 
@@ -84,6 +88,7 @@ class RunningSave:
         number: Its number in that scope, the same on every rank.
         group: The process group, held because its channel would end with it.
         tracker: Told of the bytes that are written; raises SaveCancelledError once the save is cancelled.
+        thread: The thread that runs it, once it does. A call from that thread must not wait for it.
         ended: Set when nothing of it runs any more and all that it held is free.
         error: Why it failed; None while it has not failed. Cancelling is no failure.
         looked_at: Whether somebody has been told of the failure.
@@ -99,6 +104,7 @@ class RunningSave:
         self.number = number
         self.group = group
         self.tracker = ProgressTracker(lambda _: self.check())
+        self.thread: int | None = None
         self.ended = threading.Event()
         self.error: BaseException | None = None
         self.looked_at = False

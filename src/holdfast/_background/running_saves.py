@@ -86,7 +86,8 @@ class RunningSaves:
 
     def busy(self, keys: frozenset[Hashable]) -> list[RunningSave]:
         """The saves that have not ended and want one of these things to themselves."""
-        return [save for save in self.running() if save.keys & keys]
+        here = threading.get_ident()
+        return [save for save in self.running() if save.keys & keys and save.thread != here]
 
     def wait_for(self, keys: frozenset[Hashable]) -> float:
         """Return when no save uses any of these; how many seconds that took."""

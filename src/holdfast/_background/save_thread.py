@@ -76,6 +76,7 @@ class SaveThread:
             raise
 
     def _run(self) -> None:
+        self._running.thread = threading.get_ident()
         _lower_priority()
         metadata: Metadata | None = None
         error: BaseException | None = None

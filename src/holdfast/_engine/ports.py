@@ -4,6 +4,7 @@
 engine: planners and storages are handed each other's plugins, never each other's ports.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -64,8 +65,8 @@ class SavePlannerPort:
         return self.plugin.create_global_plan(plans)
 
     def finish_plan(self, plan: SavePlan) -> SavePlan:
-        """This rank's final plan."""
-        return self.plugin.finish_plan(plan)
+        """This rank's final plan, with the storage's own notes of this save: a cached plan has old ones."""
+        return dataclasses.replace(self.plugin.finish_plan(plan), storage_data=plan.storage_data)
 
 
 class LoadPlannerPort:

@@ -82,10 +82,20 @@ class LeaseHolder:
 
     def is_running(self) -> bool | None:
         """Whether the process runs; None if it cannot be looked up from here."""
-        boot, namespace = _machine()
-        if not boot or (self.boot, self.pid_namespace) != (boot, namespace):
+        here = (socket.gethostname(), *_machine())
+        if not self.boot or (self.host, self.boot, self.pid_namespace) != here:
             return None
-        return _start_of(self.pid) == self.started
+        try:
+            return _start_of(self.pid) == self.started
+        except OSError:
+            # Some systems hide the processes of other users in /proc.
+            try:
+                os.kill(self.pid, 0)
+            except ProcessLookupError:
+                return False
+            except OSError:
+                pass
+            return None
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -94,7 +104,11 @@ class LeaseHolder:
 @functools.lru_cache(maxsize=1)
 def _identity(pid: int) -> tuple[str, str, str, int, int]:
     """This process, whose number is asked for because a forked child is another."""
-    return socket.gethostname(), *_machine(), pid, _start_of(pid) or 0
+    try:
+        started = _start_of(pid) or 0
+    except OSError:
+        started = 0
+    return socket.gethostname(), *_machine(), pid, started
 
 
 @functools.cache
@@ -108,12 +122,9 @@ def _machine() -> tuple[str, str]:
 
 
 def _start_of(pid: int) -> int | None:
-    """When a process began, in ticks since the machine did; None if it does not run."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b") ")[2].split()
-    except OSError:
-        return None
+    """When a process began, in ticks since the machine did; None if it is a zombie. Raises OSError."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        fields = file.read().rpartition(b") ")[2].split()
     # A process that has ended stays as a zombie until its parent asks for it.
     return None if fields[0] in {b"Z", b"X"} else int(fields[19])
 
@@ -228,9 +239,10 @@ def _end(store: ByteStore, name: str, claim: Claim, over: threading.Event, owner
     over.set()
     try:
         store.delete([name])
-    except (OSError, CheckpointError) as error:
+    except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
         logger.warning("%s: the lease of a save could not be removed: %s", store.url, error)
-    claim.release()
+    finally:
+        claim.release()
 
 
 def _living_holder(store: ByteStore, name: str, now_ns: int | None) -> LeaseHolder | None:
@@ -246,7 +258,9 @@ def _living_holder(store: ByteStore, name: str, now_ns: int | None) -> LeaseHold
         return holder if running else None
     renewed_ns = store.modified_ns(name)
     if renewed_ns is None or now_ns is None:
-        renewed_ns, now_ns = (holder.renewed_ns if holder else 0), time.time_ns()
+        now_ns = time.time_ns()
+        # Nothing is known of it: it is alive until somebody can tell.
+        renewed_ns = holder.renewed_ns if holder else now_ns
     expired = now_ns - renewed_ns > EXPIRY_SECONDS * 1e9
     # A lease that cannot be read right now may be one that is being renewed.
     return None if expired else holder or LeaseHolder("?", "", "", 0, 0, False, renewed_ns)  # noqa: FBT003

@@ -37,6 +37,8 @@ def local_path(place: str | os.PathLike[str]) -> str:
         return path
     url = urlsplit(path)
     if url.scheme == "file" and url.netloc in {"", "localhost"}:
+        if url.query or url.fragment:
+            raise UsageError(f"{path}: in a file:// URL write %3F for '?' and %23 for '#'", path=path)
         return unquote(url.path)
     raise UsageError(
         f"Cannot detect which storage serves {path}: paths of folders and file:// URLs are supported. For "

@@ -70,8 +70,9 @@ class ProgressTracker:
                 self._on_advance(self.nbytes_done)
 
     def end(self) -> None:
-        """Note that all is transferred."""
+        """Note that all is transferred, and report it. Raises what ``on_advance`` raises."""
         self._ended = time.monotonic()
+        self.advance(0)
 
     def progress(self, nbytes_done: int | None = None) -> Progress:
         """How far it is.

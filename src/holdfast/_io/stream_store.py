@@ -1,6 +1,7 @@
 """Owns checkpoints in a file system of streams: torch's ``FileSystemBase``, and so what fsspec reaches."""
 
 import contextlib
+import errno
 import os
 import threading
 from collections.abc import Iterable
@@ -35,9 +36,9 @@ class StreamStore(ByteStore):
     """A folder of somebody's file system.
 
     It promises what the file system does. ``replace`` is as atomic as ``rename`` there. If ``rename`` refuses
-    to replace a file, the old file is removed first, and a crash in between leaves neither. A file is durable
-    when its stream is closed; a stream with a descriptor is flushed to disk before. If there is no ``ls``,
-    saves into the folder do not know of each other.
+    to replace a file, the old file is renamed first, and a crash in between leaves neither under its name.
+    A file is durable when its stream is closed; a stream with a descriptor is flushed to disk before. If
+    there is no ``ls``, saves into the folder do not know of each other.
 
     Args:
         fs: The file system.
@@ -45,7 +46,7 @@ class StreamStore(ByteStore):
     """
 
     def __init__(self, fs: StreamFileSystem, path: str | os.PathLike[str]) -> None:
-        self.url = os.fspath(path)
+        self.url = str(path)
         self.traits = StoreTraits(
             writer_nbytes=1 << 20, can_list=callable(getattr(fs, "ls", None)), lists_sizes=False
         )
@@ -65,7 +66,7 @@ class StreamStore(ByteStore):
             raise NotImplementedError(f"{self.url}: {type(self._fs).__name__} has no ls()")
         try:
             found: Iterable[str] = self._fs.ls(self._folder)  # type: ignore[attr-defined]
-            return {os.fspath(path).rstrip("/").rpartition("/")[2] for path in found}
+            return {str(path).rstrip("/").rpartition("/")[2] for path in found}
         except FileNotFoundError:
             return set()
 
@@ -88,7 +89,7 @@ class StreamStore(ByteStore):
             raise StorageError(
                 f"{path}: exists already, and files of a checkpoint are never overwritten. Remove it, or "
                 "save to another folder.",
-                path=os.fspath(path),
+                path=str(path),
             )
         return _StreamWriter(self._fs, path, durable=durable)
 
@@ -98,12 +99,20 @@ class StreamStore(ByteStore):
         try:
             return _StreamReader(self._fs, path)
         except IsADirectoryError as error:
-            raise StorageError(f"{path}: is a folder.", path=os.fspath(path)) from error
+            raise StorageError(f"{path}: is a folder.", path=str(path)) from error
         except Exception as error:
-            # Not every file system raises FileNotFoundError for a missing file.
-            if not isinstance(error, FileNotFoundError) and self._fs.exists(path):
+            if not isinstance(error, FileNotFoundError) and not self._is_missing(name, error):
                 raise
-            raise CheckpointNotFoundError(f"{path}: there is no such file.", path=os.fspath(path)) from error
+            raise CheckpointNotFoundError(f"{path}: there is no such file.", path=str(path)) from error
+
+    def _is_missing(self, name: str, error: Exception) -> bool:
+        """Whether an error that is not FileNotFoundError means that a file is missing.
+
+        An OSError does not: with many file systems ``exists`` is False whenever the network fails.
+        """
+        if isinstance(error, OSError):
+            return False
+        return name not in self.names() if self.traits.can_list else not self.exists(name)
 
     def replace(self, name: str, *pieces: Buffer, durable: bool = True) -> None:
         """Put the pieces under ``name``; see ByteStore, and above."""
@@ -114,12 +123,23 @@ class StreamStore(ByteStore):
         try:
             try:
                 self._fs.rename(temporary, path)
-            except FileExistsError:
-                self._fs.rm_file(path)
-                self._fs.rename(temporary, path)
+            except Exception:
+                if not (self._fs.exists(path) and self._fs.exists(temporary)):
+                    raise
+                self._exchange(temporary, path, self._path(temporary_name(name)))
         except BaseException:
             _remove(self._fs, temporary)
             raise
+
+    def _exchange(self, temporary: _Path, path: _Path, aside: _Path) -> None:
+        """Put a file in the place of another where ``rename`` refuses to replace; undone if it fails."""
+        self._fs.rename(path, aside)
+        try:
+            self._fs.rename(temporary, path)
+        except BaseException:
+            self._fs.rename(aside, path)
+            raise
+        _remove(self._fs, aside)
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove files; a missing one is fine."""
@@ -143,9 +163,18 @@ def _remove(fs: StreamFileSystem, path: _Path) -> Exception | None:
     return None
 
 
+def _sync(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # What a descriptor answers that is no file: a pipe, a socket.
+        if error.errno not in {errno.EINVAL, errno.ENOTSUP, errno.EROFS}:
+            raise
+
+
 class _StreamWriter(FileWriter):
     def __init__(self, fs: StreamFileSystem, path: _Path, *, durable: bool) -> None:
-        super().__init__(os.fspath(path))
+        super().__init__(str(path))
         self._fs = fs
         self._path = path
         self._durable = durable
@@ -165,10 +194,12 @@ class _StreamWriter(FileWriter):
     def _complete(self) -> None:
         if self._durable:
             self._stream.flush()
+            descriptor = None
             # Streams that are no files of this machine have no descriptor.
             with contextlib.suppress(AttributeError, OSError):
                 descriptor = self._stream.fileno()
-                os.fsync(descriptor)
+            if descriptor is not None:
+                _sync(descriptor)
         self._opened.__exit__(None, None, None)
 
     def _discard(self) -> None:
@@ -183,7 +214,7 @@ class _StreamReader(FileReader):
     """Reads by seeking in streams: one for each thread that reads at the same time."""
 
     def __init__(self, fs: StreamFileSystem, path: _Path) -> None:
-        self.path = os.fspath(path)
+        self.path = str(path)
         self._fs = fs
         self._path = path
         self._lock = threading.Lock()

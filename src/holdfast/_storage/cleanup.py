@@ -91,7 +91,7 @@ def remove_replaced(
             store.delete(_removable(store, lease, set(used), replaced, footer, rank))
         else:
             store.delete(replaced.difference(used))
-    except (OSError, CheckpointError) as error:
+    except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
         logger.warning("%s: files of an earlier save could not be removed: %s", store.url, error)
 
 
@@ -120,6 +120,8 @@ def _removable(
     if not _ends_with(store, metadata_name(rank), footer):
         # Another save has committed since. If its metadata cannot be read, nothing is removed.
         used = _files_named_by(store, metadata_name(rank))
+    if rank is not None and store.exists(metadata_name()):
+        used = used | _files_named_by(store, metadata_name())
     return removable + [name for name, save in data.items() if save not in living and name not in used]
 
 
@@ -130,26 +132,24 @@ def _ends_with(store: ByteStore, name: str, footer: bytes) -> bool:
     return end == footer
 
 
-def discard_files(store: ByteStore, names: Iterable[str], *, save_id: str, rank: int | None) -> None:
-    """After a save that failed: remove its files, unless it was committed after all.
+def discard_files(store: ByteStore, names: Iterable[str], *, rank: int | None) -> None:
+    """After a save that failed: remove its files, except those that the checkpoint in the place names.
 
-    The step that failed may have been the last one, which makes the new name durable.
+    The step that failed may have come after the commit: then they are part of the new checkpoint.
     """
     try:
-        data = store.read(metadata_name(rank), max_bytes=LARGEST_METADATA)
-        meta = load_metadata(data, path=store.url).storage_meta
+        used = _files_named_by(store, metadata_name(rank))
     except CheckpointNotFoundError:
-        meta = None
-    except (CheckpointError, OSError) as error:
+        used = set()
+    except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
         logger.warning("%s: files of a failed save stay, as nobody knows if it was: %s", store.url, error)
         return
-    if meta is None or meta.save_id != save_id:
-        delete_quietly(store, names)
+    delete_quietly(store, [name for name in names if name not in used])
 
 
 def delete_quietly(store: ByteStore, names: Iterable[str]) -> None:
     """Remove files after a failure, which is already on its way to the caller."""
     try:
         store.delete(names)
-    except (OSError, CheckpointError) as error:
+    except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
         logger.warning("%s: files of a failed save could not be removed: %s", store.url, error)

@@ -27,6 +27,11 @@ VERSION = "1.0.0"
 """The version of torch's storage data that our pickles follow."""
 
 
+def _as_text(place: Any) -> str:
+    """How the user named a place. It is for people only: what is not UTF-8 in it is replaced."""
+    return str(place).encode("utf-8", "replace").decode()
+
+
 def make_manifest(metadata: Metadata, results: Sequence[ResultColumns], *, world_size: int) -> Manifest:
     """The manifest of what the metadata describes and the results have written.
 
@@ -54,7 +59,7 @@ def make_manifest(metadata: Metadata, results: Sequence[ResultColumns], *, world
         software=f"holdfast {__version__}, torch {torch.__version__}",
         world_size=world_size,
         block_size=BLOCK_SIZE,
-        checkpoint_id=None if meta.checkpoint_id is None else str(meta.checkpoint_id),
+        checkpoint_id=None if meta.checkpoint_id is None else _as_text(meta.checkpoint_id),
         modules=list(meta.modules),
         file_names=list(written.lists["file_names"]),
         file_nbytes=column_of(file_nbytes),

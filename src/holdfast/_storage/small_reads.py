@@ -87,10 +87,11 @@ class SmallTensors:
         for number, (start, nbytes) in enumerate(zip(self.starts, self.nbytes, strict=True)):
             if number == 0:
                 first = reach = start
-            elif start - reach > gap or start + nbytes - first > most:
+            # Items that overlap are read apart: within a request the last one must reach furthest.
+            elif start < reach or start - reach > gap or start + nbytes - first > most:
                 yield range(begin, number)
                 begin, first = number, start
-            reach = max(reach, start + nbytes)
+            reach = start + nbytes
         if self.keys:
             yield range(begin, len(self.keys))
 

@@ -141,22 +141,10 @@ class StoreWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the place, and refuse to replace a checkpoint unless that is allowed."""
-        store = self.store
-        store.make()
-        there = None if self.overwrite else _existing_checkpoint(store)
-        if there is not None:
-            raise CheckpointExistsError(
-                f"Checkpoint already exists: {store.url} has {there}, and overwrite=False was given",
-                path=store.url,
-            )
+        self.store.make()
+        self._refuse_existing()
         if self._own_rank is None:
             return plan
-        if store.exists(METADATA):
-            raise CheckpointExistsError(
-                f"{store.url} has a checkpoint that ranks wrote together, which a load would prefer to "
-                "a rank's own part. Remove it, or save to another folder.",
-                path=store.url,
-            )
         self._take_lease()
         return dataclasses.replace(plan, storage_data=FilePrefix(self._own_rank, self.save_id))
 
@@ -164,16 +152,40 @@ class StoreWriter(StorageWriter):
         """Claim the place for this save, and tell each rank what its files are called."""
         self._world_size = len(plans)
         self._take_lease()
+        first = self._own_rank or 0
         return [
+            # A planner that caches plans may return those of an earlier save.
             dataclasses.replace(plan, storage_data=FilePrefix(rank, self.save_id))
-            if plan.storage_data is None
+            if plan.storage_data is None or isinstance(plan.storage_data, FilePrefix)
             else plan
-            for rank, plan in enumerate(plans)
+            for rank, plan in enumerate(plans, first)
         ]
+
+    def _refuse_existing(self) -> None:
+        """Raise CheckpointExistsError if there is a checkpoint that this save must not replace."""
+        store, rank = self.store, self._own_rank
+        there = None if self.overwrite else _existing_checkpoint(store, rank)
+        if there is not None:
+            raise CheckpointExistsError(
+                f"Checkpoint already exists: {store.url} has {there}, and overwrite=False was given",
+                path=store.url,
+            )
+        if rank is not None and store.exists(METADATA):
+            raise CheckpointExistsError(
+                f"{store.url} has a checkpoint that ranks wrote together, which a load would prefer to "
+                "a rank's own part. Remove it, or save to another folder.",
+                path=store.url,
+            )
 
     def _take_lease(self) -> None:
         if self._lease is None:
             self._lease = take_lease(self.store, self.save_id, shared=self._own_rank is not None)
+            try:
+                # Another save may have committed since this one looked.
+                self._refuse_existing()
+            except BaseException:
+                self._release()
+                raise
         if self._world_size > 1:
             self._lease.keep()
 
@@ -247,7 +259,7 @@ class StoreWriter(StorageWriter):
             self._lease.check()
             store.replace(metadata_name(rank), *pieces, durable=self.sync_files)
         except BaseException:
-            discard_files(store, manifest.file_names, save_id=self.save_id, rank=rank)
+            discard_files(store, manifest.file_names, rank=rank)
             raise
         remove_replaced(store, self._lease, manifest.file_names, replaced, footer=pieces[-1], rank=rank)
 
@@ -259,7 +271,7 @@ class StoreWriter(StorageWriter):
                 do so: then nothing is removed.
         """
         if outcome_is_known:
-            discard_files(self.store, self._written, save_id=self.save_id, rank=self._own_rank)
+            discard_files(self.store, self._written, rank=self._own_rank)
         self._release()
 
     def _release(self) -> None:
@@ -290,11 +302,17 @@ class StoreWriter(StorageWriter):
         return True
 
 
-def _existing_checkpoint(store: ByteStore) -> str | None:
-    """The name of a file that shows that there is a checkpoint, of any form; None if there is none."""
+def _existing_checkpoint(store: ByteStore, rank: int | None) -> str | None:
+    """The name of a file that shows that there is a checkpoint, of any form; None if there is none.
+
+    A rank that writes its own part looks at that part and at joint checkpoints only: the other ranks of the
+    same save may have written theirs.
+    """
     try:
         store.open(METADATA).close()
     except CheckpointNotFoundError:
+        if rank is not None:
+            return metadata_name(rank) if store.exists(metadata_name(rank)) else None
         names = store.names() if store.traits.can_list else ()
         return next((name for name in sorted(names) if shows_a_checkpoint(name)), None)
     except StorageError:
