@@ -19,6 +19,7 @@ import pytest
 from tests.support.process import file_size_limit
 from tests.support.tools import as_nobody, small_disk, traced_calls
 
+from holdfast._io.blocks import BlockSums
 from holdfast._io.local import LocalStore
 from holdfast.errors import StorageError, TruncatedFileError
 
@@ -382,7 +383,7 @@ def test_a_kill_at_any_call_leaves_the_old_checkpoint_or_the_new(tmp_path: Path)
 def _write_mibs(store: LocalStore, count: int, end: bytes = b"") -> None:
     with store.create("f") as file:
         for _ in range(count):
-            file.write_blocks(b"\x01" * MIB)
+            file.write(b"\x01" * MIB, BlockSums())
         file.write(end)
 
 

@@ -13,7 +13,8 @@ from holdfast._io.local_buffers import BUFFER_NBYTES
 from holdfast._io.local_claim import claim_folder
 from holdfast._io.local_reader import LocalReader
 from holdfast._io.local_writer import LocalWriter, flush_to_disk, naming, write_fully
-from holdfast._io.store import ByteStore, Claim, byte_view, check_name
+from holdfast._io.store import ByteStore, Claim, check_name
+from holdfast._io.streams import byte_view
 from holdfast.errors import CheckpointNotFoundError, StorageError, UnsafeMetadataError
 
 __all__ = ["LocalStore"]

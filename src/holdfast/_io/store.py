@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from typing_extensions import Buffer
 
-from holdfast._io.file_access import FileReader, FileWriter, byte_view
+from holdfast._io.file_access import FileReader, FileWriter
 from holdfast.errors import CheckpointError, MetadataFormatError, UsageError
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "FileSource",
     "FileWriter",
     "StoreTraits",
-    "byte_view",
     "check_name",
 ]
 

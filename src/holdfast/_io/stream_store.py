@@ -12,8 +12,9 @@ from typing_extensions import Buffer
 
 from holdfast._format.names import temporary_name
 from holdfast._io.blocks import BlockSums
-from holdfast._io.file_access import FileReader, FileWriter, byte_view
+from holdfast._io.file_access import FileReader, FileWriter
 from holdfast._io.store import ByteStore, StoreTraits, check_name
+from holdfast._io.streams import byte_view
 from holdfast.errors import CheckpointNotFoundError, StorageError, TruncatedFileError, UnsafeMetadataError
 
 __all__ = ["StreamFileSystem", "StreamStore"]

@@ -17,7 +17,7 @@ def byte_view(buffer: Buffer) -> memoryview:
     view = memoryview(buffer)
     if view.nbytes == 0:
         # An array with a zero in its shape cannot be cast, and has no memory to show.
-        return memoryview(b"")
+        return memoryview(bytearray())
     if not view.c_contiguous:
         raise BufferError(
             "a C-contiguous buffer is needed, this one has gaps or another order; copy it first"
