@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from holdfast._io import pool
-from holdfast._io.pool import Cancellation
 from holdfast._io.store import FileSource
 from holdfast._plan.planner_values import own_values
 from holdfast._plan.read_columns import ReadColumns, ReadItems
 from holdfast._ranks.exchange import Exchange
 from holdfast._storage.broadcast_source import BroadcastSource
 from holdfast._storage.item_places import ItemPlaces, places_of
+from holdfast._storage.read_requests import columns_in
 from holdfast._tensors.chunks import is_tensor, local_parts
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner
@@ -59,7 +59,10 @@ def read_together(
         nonlocal plan, names
         plan = finish_plan()
         if willing and exchange.can_broadcast:
-            names = _names_of(plan, planner, metadata)
+            places = places_of(metadata)
+            columns = columns_in(plan, places)
+            if columns is not None and places is not None:
+                names = _Names(columns, places, planner)
         return None if names is None else names.offer()
 
     groups: list[_Group] = exchange.decide("share reads", offer, _find_groups)
@@ -68,16 +71,6 @@ def read_together(
         whole = plan
         return lambda: read(store, whole, None)
     return _Reading(store, names, groups, exchange, read).run
-
-
-def _names_of(plan: LoadPlan, planner: LoadPlanner, metadata: Metadata) -> "_Names | None":
-    """The lines of a plan by name; None if somebody may have changed them."""
-    lines: Any = plan.items
-    places = places_of(metadata)
-    columns = lines.columns if isinstance(lines, ReadItems) else None
-    if columns is None or places is None or columns.directory is not places.directory:
-        return None
-    return _Names(columns, places, planner)
 
 
 _Group = tuple[tuple[int, ...], bytes]
@@ -197,19 +190,17 @@ class _Reading:
 
     def run(self) -> None:
         """Objects first, so that one that is refused is found before a tensor is overwritten."""
-        kinds, numbers = self.names.columns.directory.kinds, self.names.columns.directory.numbers
-        for wanted in (1, 0):
-
-            def of_kind(lines: list[int], wanted: int = wanted) -> list[int]:
-                keys = self.names.columns.keys
-                return [number for number in lines if bool(kinds[numbers[keys[number]]]) == bool(wanted)]
-
-            own = of_kind(self.own)
-            if own:
+        for objects in (True, False):
+            if own := self._of_kind(self.own, objects=objects):
                 self.read(self.store, self._plan(own), None)
             for members, lines in self.groups:
-                if some := of_kind(lines):
+                if some := self._of_kind(lines, objects=objects):
                     self._read_with(members, some)
+
+    def _of_kind(self, lines: list[int], *, objects: bool) -> list[int]:
+        keys, directory = self.names.columns.keys, self.names.columns.directory
+        kinds, numbers = directory.kinds, directory.numbers
+        return [number for number in lines if bool(kinds[numbers[keys[number]]]) == objects]
 
     def _plan(self, numbers: list[int]) -> LoadPlan:
         return LoadPlan(ReadItems(self.names.columns.take(numbers)))
@@ -218,7 +209,6 @@ class _Reading:
         """Several broadcasts at once, so that several members read while others pass on."""
         broadcasts = min(_MOST_BROADCASTS, len(members), len(numbers)) if self.names.values is not None else 1
         dealt = _deal([self.names.nbytes(number) for number in numbers], broadcasts)
-        cancellation = Cancellation()
         jobs = []
         for at, part in enumerate(dealt):
             broadcast = self.exchange.open_broadcast(members)
@@ -230,7 +220,7 @@ class _Reading:
                     self.read(store, plan, 1)
 
             jobs.append(job)
-        pool.run(jobs, threads=len(jobs), cancellation=cancellation)
+        pool.run(jobs, threads=len(jobs))
 
 
 def _deal(sizes: list[int], count: int) -> list[list[int]]:

@@ -50,13 +50,8 @@ def deliver_torch_written(reader: ItemReader, chunk: Chunk, destination: Destina
         reader.context.cancellation.check()
         found = RangeRead(inner, chunk, destination, piece).deliver(found if is_whole else None)
     if is_whole and reader.context.verify and layout.crc32 is not None and found != layout.crc32:
-        raise ChecksumError(
-            f"{reader.file.path}: the tensor's bytes at {info.offset + start} are not the ones that were "
-            "written",
-            path=reader.file.path,
-            expected=layout.crc32,
-            found=found,
-        )
+        what = f"has at {info.offset + start} other bytes of its tensor than were written"
+        raise reader.damaged(what, ChecksumError, expected=layout.crc32, found=found)
 
 
 def deliver_loaded(content: io.BytesIO, chunk: Chunk, destination: Destination) -> None:
