@@ -138,20 +138,6 @@ def test_a_planted_link_is_neither_followed_nor_overwritten(tmp_path: Path, targ
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_folder_made_of_links_is_read_when_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "blob").write_bytes(b"weights")
-    (tmp_path / "snapshot").mkdir()
-    (tmp_path / "snapshot" / "f").symlink_to("../blob")
-    store = LocalStore(tmp_path / "snapshot", follow_links=True)
-    assert (store.list(), store.exists("f"), bytes(store.read("f", max_bytes=9))) == (
-        {"f": 7},
-        True,
-        b"weights",
-    )
-    with pytest.raises(StorageError):
-        store.create("f")
-
-
 def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()

@@ -4,7 +4,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from typing_extensions import Buffer
 
@@ -21,7 +21,7 @@ __all__ = ["LocalStore"]
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a named pipe that somebody planted would wait for ever.
-_OLD = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+_OLD = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -37,8 +37,6 @@ class LocalStore(ByteStore):
         direct_reads: Read large cold ranges past the page cache where the file system can. That is
             faster for one reader; turn it off where several processes of a machine read the same bytes,
             of which the page cache would fetch one copy for all.
-        follow_links: Let ``open``, ``read``, ``exists`` and ``list`` follow links to files, for folders
-            that are made of links on purpose, such as the cache of a model hub.
     """
 
     def __init__(
@@ -47,13 +45,11 @@ class LocalStore(ByteStore):
         *,
         direct_writes: bool = True,
         direct_reads: bool = True,
-        follow_links: bool = False,
     ) -> None:
         self.url = os.fspath(path)
         self._folder = os.path.abspath(self.url)
         self._direct_writes = direct_writes
         self._direct_reads = direct_reads
-        self._follow_links = follow_links
 
     def make(self) -> None:
         """Make the folder and those above it, durably; see ByteStore."""
@@ -87,7 +83,7 @@ class LocalStore(ByteStore):
         """Open a file for reading; see ByteStore."""
         path = self._path(check_name(name, error=UnsafeMetadataError))
         try:
-            fd = os.open(path, _OLD if self._follow_links else _OLD | os.O_NOFOLLOW)
+            fd = os.open(path, _OLD)
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(f"{path}: there is no such file.", path=path) from error
         except OSError as error:
@@ -126,7 +122,7 @@ class LocalStore(ByteStore):
     def exists(self, name: str) -> bool:
         """Whether there is a regular file of that name."""
         try:
-            found = os.stat(self._path(check_name(name)), follow_symlinks=self._follow_links)
+            found = os.stat(self._path(check_name(name)), follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
             return False
         return stat.S_ISREG(found.st_mode)
@@ -135,7 +131,7 @@ class LocalStore(ByteStore):
         """The name and size of every regular file."""
         try:
             with os.scandir(self._folder) as entries:
-                sizes = {entry.name: self._size(entry) for entry in entries}
+                sizes = {entry.name: _size(entry) for entry in entries}
         except FileNotFoundError:
             return {}
         return {name: size for name, size in sizes.items() if size is not None}
@@ -144,14 +140,14 @@ class LocalStore(ByteStore):
         """The name of every regular file, without a look at any of them."""
         try:
             with os.scandir(self._folder) as entries:
-                return {entry.name for entry in entries if entry.is_file(follow_symlinks=self._follow_links)}
+                return {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
         except FileNotFoundError:
             return set()
 
     def modified_ns(self, name: str) -> int | None:
         """When a file was last written or touched, by the clock of the file system."""
         try:
-            return os.stat(self._path(check_name(name)), follow_symlinks=self._follow_links).st_mtime_ns
+            return os.stat(self._path(check_name(name)), follow_symlinks=False).st_mtime_ns
         except FileNotFoundError:
             return None
 
@@ -185,13 +181,12 @@ class LocalStore(ByteStore):
     def _path(self, name: str) -> str:
         return os.path.join(self._folder, name)
 
-    def _size(self, entry: "os.DirEntry[str]") -> int | None:
-        try:
-            if entry.is_file(follow_symlinks=self._follow_links):
-                return entry.stat(follow_symlinks=self._follow_links).st_size
-        except FileNotFoundError:
-            pass  # removed since the folder was read
-        return None
+
+def _size(entry: "os.DirEntry[str]") -> int | None:
+    with suppress(FileNotFoundError):  # removed since the folder was read
+        if entry.is_file(follow_symlinks=False):
+            return entry.stat(follow_symlinks=False).st_size
+    return None
 
 
 def _make_folder(path: str) -> None:

@@ -61,7 +61,7 @@ def deliver_transformed(reader: ItemReader, chunk: Chunk, destination: Destinati
     if not reader.info.is_checked:
         # Inside is a container of torch's, which is little more than the elements.
         content = read_transformed(reader, limit=chunk.nbytes + _STEP)
-        deliver_loaded(io.BytesIO(content), chunk, destination)
+        deliver_loaded(reader, io.BytesIO(content), chunk, destination)
         return
     stream = undo_transforms(reader)
     frame = tensor_item(str(chunk.dtype)[6:], chunk.shape)
