@@ -85,7 +85,8 @@ class SmallTensors:
     def take(self, span: slice) -> "SmallTensors":
         """Neighbours among them."""
         columns: Any = (self.keys, self.starts, self.nbytes, self.checksums, self.dtypes)
-        return SmallTensors(*[column[span] for column in columns], self.values, self.destinations[span])
+        taken: Any = (*[column[span] for column in columns], self.values, self.destinations[span])
+        return SmallTensors(*taken)
 
     def targets(self) -> Iterator[torch.Tensor]:
         """Each tensor to be filled; a planner is told that one is filled when the next one is asked for."""
