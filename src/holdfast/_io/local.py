@@ -13,7 +13,7 @@ from holdfast._io.local_buffers import BUFFER_NBYTES
 from holdfast._io.local_claim import claim_folder
 from holdfast._io.local_reader import LocalReader
 from holdfast._io.local_writer import LocalWriter, flush_to_disk, naming, write_fully
-from holdfast._io.store import ByteStore, Claim, check_name
+from holdfast._io.store import ByteStore, Claim, check_name, taken_name
 from holdfast._io.streams import byte_view
 from holdfast.errors import CheckpointNotFoundError, StorageError, UnsafeMetadataError
 
@@ -71,11 +71,7 @@ class LocalStore(ByteStore):
         try:
             fd = os.open(path, _NEW, 0o666)
         except FileExistsError as error:
-            raise StorageError(
-                f"{path}: exists already, and files of a checkpoint are never overwritten. Remove it, or "
-                "save to another folder.",
-                path=path,
-            ) from error
+            raise taken_name(path) from error
         small = nbytes_hint is not None and nbytes_hint < BUFFER_NBYTES
         return LocalWriter(path, fd, durable=durable, direct=self._direct_writes and durable and not small)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing_extensions import Buffer
 
 from holdfast._io.file_access import FileReader, FileWriter
-from holdfast.errors import CheckpointError, MetadataFormatError, UsageError
+from holdfast.errors import CheckpointError, MetadataFormatError, StorageError, UsageError
 
 __all__ = [
     "ByteStore",
@@ -26,6 +26,7 @@ __all__ = [
     "FileWriter",
     "StoreTraits",
     "check_name",
+    "taken_name",
 ]
 
 
@@ -43,6 +44,15 @@ def check_name(name: str, *, error: type[CheckpointError] = UsageError) -> str:
             found=name,
         )
     return name
+
+
+def taken_name(path: str) -> StorageError:
+    """The error of ``create`` for a file that is there."""
+    return StorageError(
+        f"{path}: exists already, and files of a checkpoint are never overwritten. Remove it, or save to "
+        "another folder.",
+        path=path,
+    )
 
 
 @dataclass(frozen=True)
