@@ -88,7 +88,7 @@ class _Deferred(metaclass=_DeferredType):
         if self._is_made:
             return
         assert make is not None
-        made = self._collect(make)
+        made = type(self).plain(make())
         with _publishing:
             if not self._is_made:
                 self._fill(made)
@@ -98,9 +98,6 @@ class _Deferred(metaclass=_DeferredType):
         """The entries are the only truth from here on."""
         self.open()
         self._make = None  # type: ignore[misc] # a slot of the subclass
-
-    def _collect(self, make: Callable[[], Iterable[Any]]) -> Any:
-        return type(self).plain(make())
 
     def _fill(self, made: Any) -> None:
         raise NotImplementedError

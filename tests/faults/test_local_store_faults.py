@@ -19,6 +19,7 @@ import pytest
 from tests.support.process import file_size_limit
 from tests.support.tools import as_nobody, small_disk, traced_calls
 
+from holdfast._io.blocks import BlockSums
 from holdfast._io.local import LocalStore
 from holdfast.errors import StorageError, TruncatedFileError
 
@@ -135,20 +136,6 @@ def test_a_planted_link_is_neither_followed_nor_overwritten(tmp_path: Path, targ
     assert os.listdir(folder) == []
     assert (tmp_path / "victim").read_bytes() == b"precious"
     assert not (tmp_path / "nowhere").exists()
-
-
-def test_a_folder_made_of_links_is_read_when_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "blob").write_bytes(b"weights")
-    (tmp_path / "snapshot").mkdir()
-    (tmp_path / "snapshot" / "f").symlink_to("../blob")
-    store = LocalStore(tmp_path / "snapshot", follow_links=True)
-    assert (store.list(), store.exists("f"), bytes(store.read("f", max_bytes=9))) == (
-        {"f": 7},
-        True,
-        b"weights",
-    )
-    with pytest.raises(StorageError):
-        store.create("f")
 
 
 def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
@@ -382,7 +369,7 @@ def test_a_kill_at_any_call_leaves_the_old_checkpoint_or_the_new(tmp_path: Path)
 def _write_mibs(store: LocalStore, count: int, end: bytes = b"") -> None:
     with store.create("f") as file:
         for _ in range(count):
-            file.write_blocks(b"\x01" * MIB)
+            file.write(b"\x01" * MIB, BlockSums())
         file.write(end)
 
 

@@ -19,7 +19,6 @@ from holdfast._io.blocks import (
     combine_blocks,
     crc32,
     crc32_combine,
-    split_ranges,
 )
 from holdfast.errors import ChecksumError, MetadataFormatError, UsageError
 
@@ -111,14 +110,6 @@ def test_the_checker_looks_at_the_short_last_block_when_it_ends() -> None:
     checker.update(memoryview(b"0123456789abX"))
     with pytest.raises(ChecksumError, match="bytes 10 to 13"):
         checker.finish()
-
-
-@given(st.integers(0, 500), st.integers(0, 500), st.integers(1, 200), st.integers(1, 60))
-def test_ranges_are_cut_on_block_boundaries_only(start: int, size: int, nbytes: int, block_size: int) -> None:
-    ranges = list(split_ranges(start, start + size, nbytes=nbytes, block_size=block_size))
-    assert [b for r in ranges for b in range(*r)] == list(range(start, start + size))
-    assert all(a % block_size == 0 for a, _ in ranges[1:])
-    assert all(b - a < nbytes + block_size for a, b in ranges)
 
 
 def test_without_isal_the_results_are_the_same() -> None:

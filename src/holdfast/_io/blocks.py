@@ -7,7 +7,7 @@ or the read that happens beside it, and releases the GIL.
 
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from holdfast.errors import ChecksumError, MetadataFormatError, UsageError
@@ -23,7 +23,6 @@ __all__ = [
     "combine_blocks",
     "crc32",
     "crc32_combine",
-    "split_ranges",
 ]
 
 BLOCK_SIZE = 1 << 20
@@ -146,22 +145,6 @@ class BlockChecker(BlockSums):
                 expected=expected,
                 found=found,
             )
-
-
-def split_ranges(
-    start: int, stop: int, *, nbytes: int, block_size: int = BLOCK_SIZE
-) -> Iterator[tuple[int, int]]:
-    """Cut the bytes [start, stop) of a payload into ranges of about ``nbytes``, in order.
-
-    Cuts fall on block boundaries only, so that several threads can read and check one large tensor
-    and no block is read twice.
-    """
-    stride = max(block_count(nbytes, block_size), 1) * block_size
-    at = start
-    while at < stop:
-        end = min((at // block_size) * block_size + stride, stop)
-        yield at, end
-        at = end
 
 
 def check_block_table(crcs: Sequence[int], nbytes: int, block_size: int, *, path: str = "A payload") -> None:

@@ -1,32 +1,24 @@
 """Owns the contract of one open file: written from front to back, or read in ranges, whatever keeps it."""
 
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import Sequence
-from types import TracebackType
 
 from typing_extensions import Buffer, Self
 
 from holdfast._io.blocks import BLOCK_SIZE, BlockChecker, BlockSums, check_block_table
 from holdfast._io.progress import STRIDE, ProgressTracker
+from holdfast._io.streams import byte_view
 from holdfast.errors import MetadataFormatError, TruncatedFileError, UsageError
 
-__all__ = ["FileReader", "FileWriter", "byte_view"]
-
-
-def byte_view(data: Buffer) -> memoryview:
-    """The bytes of any contiguous buffer, without a copy. Raises TypeError for one that is not contiguous."""
-    view = memoryview(data)
-    # Python refuses to cast a view that has a zero in its shape.
-    return view.cast("B") if view.nbytes else memoryview(bytearray())
+__all__ = ["FileReader", "FileWriter"]
 
 
 class FileWriter(ABC):
     """Writes one new file from front to back; one thread at a time.
 
     A with-block finishes the file when it ends, and aborts it when an exception leaves it. After any
-    exception from ``write``, ``write_blocks``, ``pad_to`` or ``finish`` the writer has aborted by
-    itself: its file is gone and no thread of it is alive. A failed flush is never tried again, because
+    exception from ``write`` or ``finish`` the writer has aborted by itself: its file is gone and no
+    thread of it is alive. A failed flush is never tried again, because
     the second one would report success for bytes that the kernel has already dropped.
 
     The caller must not change a buffer while it is being written. It may do so as soon as the call
@@ -52,22 +44,19 @@ class FileWriter(ABC):
         With ``sums``, they are the next bytes of a payload that comes in several writes: its checksums
         are computed in the same pass, of the bytes that are handed to the storage.
         """
-        self._take(data, sums)
-
-    def write_blocks(self, data: Buffer, block_size: int = BLOCK_SIZE) -> "array[int]":
-        """Append ``data`` as a payload, and return the CRC-32 of each of its blocks.
-
-        They are computed in the same pass, of the bytes that are handed to the storage.
-        """
-        sums = BlockSums(block_size)
-        self._take(data, sums)
-        return sums.finish()
-
-    def pad_to(self, alignment: int) -> None:
-        """Append zeros up to the next multiple of ``alignment``."""
-        if alignment < 1:
-            raise UsageError(f"An alignment must be 1 or more bytes, not {alignment}.", found=alignment)
-        self.write(bytes(-self.position % alignment))
+        self._check_open()
+        view = byte_view(data)
+        try:
+            while view:
+                # Cut where buffers of files are too, so that none is filled in two steps for it.
+                piece = view[: STRIDE - self.position % STRIDE]
+                self._append(piece, sums)
+                self.position += len(piece)
+                self.progress.advance(len(piece))
+                view = view[len(piece) :]
+        except BaseException:
+            self.abort()
+            raise
 
     def finish(self) -> int:
         """End the file and return its size. When this returns, every byte of a durable file is on stable
@@ -91,28 +80,11 @@ class FileWriter(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.abort()
         elif self._ended is None:
             self.finish()
-
-    def _take(self, data: Buffer, sums: BlockSums | None) -> None:
-        self._check_open()
-        view = byte_view(data)
-        try:
-            while view:
-                # Cut where buffers of files are too, so that none is filled in two steps for it.
-                piece = view[: STRIDE - self.position % STRIDE]
-                self._append(piece, sums)
-                self.position += len(piece)
-                self.progress.advance(len(piece))
-                view = view[len(piece) :]
-        except BaseException:
-            self.abort()
-            raise
 
     def _check_open(self) -> None:
         if self._ended is not None:
@@ -162,7 +134,7 @@ class FileReader(ABC):
 
         Whole blocks are read straight into ``buffer``. A first or last block that ``buffer`` takes only a
         part of must still be read entirely to be checked: it goes through memory of one block.
-        To use several threads on one payload, cut it with ``blocks.split_ranges``.
+        Several threads may read one payload: cut at boundaries of blocks, no block is read twice.
 
         Args:
             buffer: The writable destination.
@@ -220,9 +192,7 @@ class FileReader(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check_range(self, offset: int, nbytes: int) -> None:

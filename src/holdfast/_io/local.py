@@ -4,7 +4,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from typing_extensions import Buffer
 
@@ -13,14 +13,15 @@ from holdfast._io.local_buffers import BUFFER_NBYTES
 from holdfast._io.local_claim import claim_folder
 from holdfast._io.local_reader import LocalReader
 from holdfast._io.local_writer import LocalWriter, flush_to_disk, naming, write_fully
-from holdfast._io.store import ByteStore, Claim, byte_view, check_name
+from holdfast._io.store import ByteStore, Claim, check_name, taken_name
+from holdfast._io.streams import byte_view
 from holdfast.errors import CheckpointNotFoundError, StorageError, UnsafeMetadataError
 
 __all__ = ["LocalStore"]
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a named pipe that somebody planted would wait for ever.
-_OLD = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+_OLD = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -36,8 +37,6 @@ class LocalStore(ByteStore):
         direct_reads: Read large cold ranges past the page cache where the file system can. That is
             faster for one reader; turn it off where several processes of a machine read the same bytes,
             of which the page cache would fetch one copy for all.
-        follow_links: Let ``open``, ``read``, ``exists`` and ``list`` follow links to files, for folders
-            that are made of links on purpose, such as the cache of a model hub.
     """
 
     def __init__(
@@ -46,13 +45,11 @@ class LocalStore(ByteStore):
         *,
         direct_writes: bool = True,
         direct_reads: bool = True,
-        follow_links: bool = False,
     ) -> None:
         self.url = os.fspath(path)
         self._folder = os.path.abspath(self.url)
         self._direct_writes = direct_writes
         self._direct_reads = direct_reads
-        self._follow_links = follow_links
 
     def make(self) -> None:
         """Make the folder and those above it, durably; see ByteStore."""
@@ -74,11 +71,7 @@ class LocalStore(ByteStore):
         try:
             fd = os.open(path, _NEW, 0o666)
         except FileExistsError as error:
-            raise StorageError(
-                f"{path}: exists already, and files of a checkpoint are never overwritten. Remove it, or "
-                "save to another folder.",
-                path=path,
-            ) from error
+            raise taken_name(path) from error
         small = nbytes_hint is not None and nbytes_hint < BUFFER_NBYTES
         return LocalWriter(path, fd, durable=durable, direct=self._direct_writes and durable and not small)
 
@@ -86,7 +79,7 @@ class LocalStore(ByteStore):
         """Open a file for reading; see ByteStore."""
         path = self._path(check_name(name, error=UnsafeMetadataError))
         try:
-            fd = os.open(path, _OLD if self._follow_links else _OLD | os.O_NOFOLLOW)
+            fd = os.open(path, _OLD)
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(f"{path}: there is no such file.", path=path) from error
         except OSError as error:
@@ -125,7 +118,7 @@ class LocalStore(ByteStore):
     def exists(self, name: str) -> bool:
         """Whether there is a regular file of that name."""
         try:
-            found = os.stat(self._path(check_name(name)), follow_symlinks=self._follow_links)
+            found = os.stat(self._path(check_name(name)), follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
             return False
         return stat.S_ISREG(found.st_mode)
@@ -134,7 +127,7 @@ class LocalStore(ByteStore):
         """The name and size of every regular file."""
         try:
             with os.scandir(self._folder) as entries:
-                sizes = {entry.name: self._size(entry) for entry in entries}
+                sizes = {entry.name: _size(entry) for entry in entries}
         except FileNotFoundError:
             return {}
         return {name: size for name, size in sizes.items() if size is not None}
@@ -143,14 +136,14 @@ class LocalStore(ByteStore):
         """The name of every regular file, without a look at any of them."""
         try:
             with os.scandir(self._folder) as entries:
-                return {entry.name for entry in entries if entry.is_file(follow_symlinks=self._follow_links)}
+                return {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
         except FileNotFoundError:
             return set()
 
     def modified_ns(self, name: str) -> int | None:
         """When a file was last written or touched, by the clock of the file system."""
         try:
-            return os.stat(self._path(check_name(name)), follow_symlinks=self._follow_links).st_mtime_ns
+            return os.stat(self._path(check_name(name)), follow_symlinks=False).st_mtime_ns
         except FileNotFoundError:
             return None
 
@@ -184,13 +177,12 @@ class LocalStore(ByteStore):
     def _path(self, name: str) -> str:
         return os.path.join(self._folder, name)
 
-    def _size(self, entry: "os.DirEntry[str]") -> int | None:
-        try:
-            if entry.is_file(follow_symlinks=self._follow_links):
-                return entry.stat(follow_symlinks=self._follow_links).st_size
-        except FileNotFoundError:
-            pass  # removed since the folder was read
-        return None
+
+def _size(entry: "os.DirEntry[str]") -> int | None:
+    with suppress(FileNotFoundError):  # removed since the folder was read
+        if entry.is_file(follow_symlinks=False):
+            return entry.stat(follow_symlinks=False).st_size
+    return None
 
 
 def _make_folder(path: str) -> None:

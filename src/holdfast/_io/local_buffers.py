@@ -42,10 +42,9 @@ def give_back(buffer: mmap.mmap) -> None:
         if len(_idle) < _IDLE_LIMIT:
             _idle.append(buffer)
             return
-    try:
+    # The traceback of a failed write may still have a view of it: then the memory goes when that does.
+    with contextlib.suppress(BufferError):
         buffer.close()
-    except BufferError:
-        pass  # the traceback of a failed write still has a view of it; the memory goes when that does
 
 
 def _forget_after_fork() -> None:

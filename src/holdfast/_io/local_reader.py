@@ -11,7 +11,8 @@ from typing_extensions import Buffer
 from holdfast._io.blocks import STEP, BlockChecker, BlockSums
 from holdfast._io.local_buffers import BUFFER_NBYTES, borrow, give_back
 from holdfast._io.local_writer import O_DIRECT, PAGE, naming
-from holdfast._io.store import FileReader, byte_view
+from holdfast._io.store import FileReader
+from holdfast._io.streams import byte_view
 
 __all__ = ["SPAN", "LocalReader"]
 

@@ -7,8 +7,7 @@ import mmap
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from contextlib import contextmanager, suppress
 
 from holdfast._io.blocks import STEP, BlockSums
 from holdfast._io.file_access import FileWriter
@@ -87,7 +86,7 @@ class LocalWriter(FileWriter):
         super().__init__(path)
         self._fd = fd
         self._durable = durable
-        self._sink: _Sink = _Direct(fd) if direct and set_direct(fd, on=True) else _Plain(fd)
+        self._sink: _Direct | _Plain = _Direct(fd) if direct and set_direct(fd, on=True) else _Plain(fd)
 
     def _append(self, view: memoryview, sums: BlockSums | None) -> None:
         with naming(self.path):
@@ -105,25 +104,14 @@ class LocalWriter(FileWriter):
         try:
             self._sink.abort()
         finally:
-            try:
+            with suppress(OSError):  # a stray file is harmless: no metadata names it; the first error counts
                 # Before the close, so that dirty pages are dropped instead of being written.
                 os.unlink(self.path)
-            except OSError:
-                pass  # a stray file is harmless, as no metadata names it; the first error must not be hidden
-            if self._fd >= 0:
-                fd, self._fd = self._fd, -1
-                try:
-                    os.close(fd)
-                except OSError:
-                    pass  # the file is gone, so nobody misses what could not be written
-
-
-class _Sink(Protocol):
-    """Where a LocalWriter's bytes go. Offsets begin at 0."""
-
-    def append(self, view: memoryview, sums: BlockSums | None) -> None: ...
-    def finish(self) -> None: ...
-    def abort(self) -> None: ...
+            fd, self._fd = self._fd, -1
+            with suppress(
+                OSError
+            ):  # closed already; or the file is gone, and nobody misses what is not written
+                os.close(fd)
 
 
 class _Plain:

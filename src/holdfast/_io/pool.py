@@ -130,7 +130,7 @@ class Budget:
         with self._changed:
             self._waiting.append(ticket)
             try:
-                while self._waiting[0] is not ticket or not self._fits(nbytes):
+                while self._waiting[0] is not ticket or (self.held and self.held + nbytes > self.nbytes):
                     self._cancellation.check()
                     self._changed.wait()
                 self._cancellation.check()
@@ -154,9 +154,6 @@ class Budget:
             yield
         finally:
             self.release(nbytes)
-
-    def _fits(self, nbytes: int) -> bool:
-        return self.held == 0 or self.held + nbytes <= self.nbytes
 
 
 def run(

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from typing_extensions import Buffer
 
-from holdfast._io.file_access import FileReader, FileWriter, byte_view
-from holdfast.errors import CheckpointError, MetadataFormatError, UsageError
+from holdfast._io.file_access import FileReader, FileWriter
+from holdfast.errors import CheckpointError, MetadataFormatError, StorageError, UsageError
 
 __all__ = [
     "ByteStore",
@@ -25,8 +25,8 @@ __all__ = [
     "FileSource",
     "FileWriter",
     "StoreTraits",
-    "byte_view",
     "check_name",
+    "taken_name",
 ]
 
 
@@ -44,6 +44,15 @@ def check_name(name: str, *, error: type[CheckpointError] = UsageError) -> str:
             found=name,
         )
     return name
+
+
+def taken_name(path: str) -> StorageError:
+    """The error of ``create`` for a file that is there."""
+    return StorageError(
+        f"{path}: exists already, and files of a checkpoint are never overwritten. Remove it, or save to "
+        "another folder.",
+        path=path,
+    )
 
 
 @dataclass(frozen=True)

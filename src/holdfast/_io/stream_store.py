@@ -12,9 +12,10 @@ from typing_extensions import Buffer
 
 from holdfast._format.names import temporary_name
 from holdfast._io.blocks import BlockSums
-from holdfast._io.file_access import FileReader, FileWriter, byte_view
-from holdfast._io.store import ByteStore, StoreTraits, check_name
-from holdfast.errors import CheckpointNotFoundError, StorageError, TruncatedFileError, UnsafeMetadataError
+from holdfast._io.file_access import FileReader, FileWriter
+from holdfast._io.store import ByteStore, StoreTraits, check_name, taken_name
+from holdfast._io.streams import byte_view
+from holdfast.errors import CheckpointNotFoundError, StorageError, UnsafeMetadataError
 
 __all__ = ["StreamFileSystem", "StreamStore"]
 
@@ -86,11 +87,7 @@ class StreamStore(ByteStore):
         """Start a new file; see ByteStore."""
         path = self._path(check_name(name))
         if self._fs.exists(path):
-            raise StorageError(
-                f"{path}: exists already, and files of a checkpoint are never overwritten. Remove it, or "
-                "save to another folder.",
-                path=str(path),
-            )
+            raise taken_name(str(path))
         return _StreamWriter(self._fs, path, durable=durable)
 
     def open(self, name: str) -> FileReader:
@@ -245,13 +242,8 @@ class _StreamReader(FileReader):
         while done < len(view):
             data = stream.read(len(view) - done)
             if not data:
-                raise TruncatedFileError(
-                    f"{self.path}: ends at byte {offset + done}, expected {offset + len(view)}. It was "
-                    "changed while it was read.",
-                    path=self.path,
-                    expected=offset + len(view),
-                    found=offset + done,
-                )
+                self.nbytes = offset + done  # it was changed while it was read
+                self._check_range(offset, len(view))
             view[done : done + len(data)] = data
             done += len(data)
 

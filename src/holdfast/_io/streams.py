@@ -17,7 +17,7 @@ def byte_view(buffer: Buffer) -> memoryview:
     view = memoryview(buffer)
     if view.nbytes == 0:
         # An array with a zero in its shape cannot be cast, and has no memory to show.
-        return memoryview(b"")
+        return memoryview(bytearray())
     if not view.c_contiguous:
         raise BufferError(
             "a C-contiguous buffer is needed, this one has gaps or another order; copy it first"
@@ -25,8 +25,8 @@ def byte_view(buffer: Buffer) -> memoryview:
     return view.cast("B")
 
 
-def write_all(output: IO[bytes], data: bytes) -> None:
-    """Write every byte of ``data``, also to a raw stream that takes only a part at a time.
+def write_all(output: IO[bytes], data: bytes | memoryview) -> int:
+    """Write every byte of ``data``, also to a raw stream that takes only a part at a time; returns how many.
 
     Raises:
         BlockingIOError: ``output`` is non-blocking and full; ``characters_written`` tells how far it got.
@@ -35,7 +35,7 @@ def write_all(output: IO[bytes], data: bytes) -> None:
     done = output.write(data)
     total = len(data)
     if done == total:
-        return
+        return total
     written = 0
     with memoryview(data) as view:
         while True:
@@ -53,7 +53,7 @@ def write_all(output: IO[bytes], data: bytes) -> None:
                 )
             written += done
             if written == total:
-                return
+                return total
             with view[written:] as rest:
                 done = output.write(rest)
 

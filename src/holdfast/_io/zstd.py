@@ -1,8 +1,7 @@
 """Byte streams that compress what is written and inflate what is read, in bounded memory."""
 
 import io
-from types import TracebackType
-from typing import IO, NoReturn
+from typing import IO
 
 from typing_extensions import Buffer
 
@@ -15,7 +14,28 @@ WRITE_STEP = 1 << 20
 """Bytes given to the compressor at a time, so that one huge write does not have one huge result."""
 
 
-class ZstdWriter(io.RawIOBase):
+class _ZstdStream(io.RawIOBase):
+    _failure: BaseException | None = None
+
+    def __del__(self) -> None:
+        # io's own finalizer calls close(): that would end the frame of a write that was given up, or close an
+        # input that its owner may go on using.
+        pass
+
+    def _check_usable(self, done: str) -> None:
+        """Refuse further use once the stream failed, with the error itself unless that was an interrupt."""
+        if self.closed:
+            raise ValueError(f"a closed zstd stream cannot be {done}")
+        if isinstance(self._failure, Exception):
+            raise self._failure
+        if self._failure is not None:
+            raise StorageError(
+                f"{type(self._failure).__name__} interrupted this stream, it cannot be {done} any further; "
+                "open a new one"
+            ) from self._failure
+
+
+class ZstdWriter(_ZstdStream):
     """Compresses what is written into one frame with a checksum, on ``output``.
 
     ``close()`` ends the frame and closes ``output``. Nothing else ends it: a writer that is dropped, or
@@ -27,7 +47,6 @@ class ZstdWriter(io.RawIOBase):
         self._output = output
         self._compressor = backend.new_compressor(level)
         self._finished = False
-        self._failure: BaseException | None = None
 
     def writable(self) -> bool:
         """Always true."""
@@ -35,7 +54,7 @@ class ZstdWriter(io.RawIOBase):
 
     def write(self, b: Buffer, /) -> int:
         """Take all of ``b`` in and return its length in bytes; ``b`` is neither changed nor kept."""
-        self._check_usable()
+        self._check_usable("written")
         with byte_view(b) as view:
             total = len(view)
             try:
@@ -54,7 +73,7 @@ class ZstdWriter(io.RawIOBase):
         """
         if self._finished:
             return
-        self._check_usable()
+        self._check_usable("written")
         try:
             self._put(self._compressor.flush_block())
             self._output.flush()
@@ -67,33 +86,21 @@ class ZstdWriter(io.RawIOBase):
         if self.closed:
             return
         try:
-            self._check_usable()
+            self._check_usable("written")
             self._put(self._compressor.finish())
         finally:
             self._close_output()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         elif not self.closed:
             # Ending the frame would make a payload that is not whole look whole.
             self._close_output()
 
-    def __del__(self) -> None:
-        # io's own finalizer calls close(), which would end the frame of a write that was given up.
-        pass
-
     def _put(self, data: bytes) -> None:
         if data:
             write_all(self._output, data)
-
-    def _check_usable(self) -> None:
-        if self.closed:
-            raise ValueError("write to a closed zstd stream")
-        if self._failure is not None:
-            raise_again(self._failure, "written")
 
     def _close_output(self) -> None:
         self._finished = True
@@ -103,7 +110,7 @@ class ZstdWriter(io.RawIOBase):
             super().close()
 
 
-class ZstdReader(io.RawIOBase):
+class ZstdReader(_ZstdStream):
     """Inflates every frame of ``input``, one after the other; skippable frames are passed over.
 
     The last bytes of a frame are handed out only after its checksum and length were found right. A read
@@ -120,7 +127,6 @@ class ZstdReader(io.RawIOBase):
         self._input = input
         self._inflater: Inflater | None = Inflater(input, backend, max_size)
         self._ready = memoryview(b"")
-        self._failure: BaseException | None = None
 
     def readable(self) -> bool:
         """Always true."""
@@ -128,7 +134,7 @@ class ZstdReader(io.RawIOBase):
 
     def readinto(self, b: Buffer, /) -> int | None:
         """Fill ``b``; return how many bytes it got, 0 at the end, None where the input has none for now."""
-        self._check_usable()
+        self._check_usable("read")
         with byte_view(b) as view:
             if view.readonly and len(view):
                 raise TypeError("readinto needs a writable buffer")
@@ -145,7 +151,7 @@ class ZstdReader(io.RawIOBase):
 
     def read(self, size: int | None = -1, /) -> bytes | None:
         """Return the next ``size`` bytes, fewer only at the end; memory follows the data, not ``size``."""
-        self._check_usable()
+        self._check_usable("read")
         wanted = None if size is None or size < 0 else size
         pieces: list[memoryview] = []
         while wanted is None or wanted > 0:
@@ -174,16 +180,6 @@ class ZstdReader(io.RawIOBase):
         finally:
             super().close()
 
-    def __del__(self) -> None:
-        # io's own finalizer would close an input that its owner may go on using.
-        pass
-
-    def _check_usable(self) -> None:
-        if self.closed:
-            raise ValueError("read of a closed zstd stream")
-        if self._failure is not None:
-            raise_again(self._failure, "read")
-
     def _take(self, limit: int | None) -> memoryview | None:
         """The next bytes, at most ``limit``; none at the end, None where the input would block."""
         try:
@@ -198,12 +194,3 @@ class ZstdReader(io.RawIOBase):
         piece = self._ready[:limit]
         self._ready = self._ready[len(piece) :]
         return piece
-
-
-def raise_again(failure: BaseException, done: str) -> NoReturn:
-    """Refuse further use of a stream that failed, with the error itself unless that was an interrupt."""
-    if isinstance(failure, Exception):
-        raise failure
-    raise StorageError(
-        f"{type(failure).__name__} interrupted this stream, it cannot be {done} any further; open a new one"
-    ) from failure

@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -14,17 +15,16 @@ PREFERENCE: tuple[str, ...] = ("zstandard", "compression.zstd", "backports.zstd"
 MAX_WINDOW_LOG = 27
 
 
-class Compressor(Protocol):
+@dataclass(frozen=True)
+class Compressor:
     """Makes one frame, with a checksum at its end. What it is given it has copied when it returns."""
 
-    def compress(self, data: Buffer, /) -> bytes:
-        """Take ``data`` in; return what is ready, often nothing."""
-
-    def flush_block(self) -> bytes:
-        """Return the rest of what was taken in, so that a reader can have all of it."""
-
-    def finish(self) -> bytes:
-        """Return the rest and the end of the frame. Nothing may follow."""
+    compress: Callable[[Buffer], bytes]
+    """Takes bytes in; returns what is ready, often nothing."""
+    flush_block: Callable[[], bytes]
+    """Returns the rest of what was taken in, so that a reader can have all of it."""
+    finish: Callable[[], bytes]
+    """Returns the rest and the end of the frame. Nothing may follow."""
 
 
 class Decompressor(Protocol):
@@ -63,61 +63,30 @@ def select_backend() -> Backend | None:
     return None
 
 
-class _ZstandardCompressor:
-    def __init__(self, module: ModuleType, level: int) -> None:
-        self._module = module
-        self._object = module.ZstdCompressor(level=level, write_checksum=True).compressobj()
-        self.compress: Callable[[Buffer], bytes] = self._object.compress
-
-    def flush_block(self) -> bytes:
-        flushed: bytes = self._object.flush(self._module.COMPRESSOBJ_FLUSH_BLOCK)
-        return flushed
-
-    def finish(self) -> bytes:
-        ending: bytes = self._object.flush(self._module.COMPRESSOBJ_FLUSH_FINISH)
-        return ending
-
-
 def _zstandard_backend(module: ModuleType) -> Backend:
+    def new_compressor(level: int) -> Compressor:
+        made = module.ZstdCompressor(level=level, write_checksum=True).compressobj()
+        end_block = partial(made.flush, module.COMPRESSOBJ_FLUSH_BLOCK)
+        return Compressor(made.compress, end_block, partial(made.flush, module.COMPRESSOBJ_FLUSH_FINISH))
+
     def new_decompressor() -> Decompressor:
-        decompressor: Decompressor = module.ZstdDecompressor(
-            max_window_size=1 << MAX_WINDOW_LOG
-        ).decompressobj()
-        return decompressor
+        made: Decompressor = module.ZstdDecompressor(max_window_size=1 << MAX_WINDOW_LOG).decompressobj()
+        return made
 
-    return Backend(
-        module="zstandard",
-        error=module.ZstdError,
-        new_compressor=lambda level: _ZstandardCompressor(module, level),
-        new_decompressor=new_decompressor,
-    )
-
-
-class _StandardCompressor:
-    def __init__(self, module: ModuleType, level: int) -> None:
-        parameter: Any = module.CompressionParameter
-        options = {parameter.compression_level: level, parameter.checksum_flag: 1}
-        self._object = module.ZstdCompressor(options=options)
-        self.compress: Callable[[Buffer], bytes] = self._object.compress
-
-    def flush_block(self) -> bytes:
-        flushed: bytes = self._object.flush(self._object.FLUSH_BLOCK)
-        return flushed
-
-    def finish(self) -> bytes:
-        ending: bytes = self._object.flush(self._object.FLUSH_FRAME)
-        return ending
+    return Backend("zstandard", module.ZstdError, new_compressor, new_decompressor)
 
 
 def _standard_backend(name: str, module: ModuleType) -> Backend:
+    def new_compressor(level: int) -> Compressor:
+        parameter: Any = module.CompressionParameter
+        made = module.ZstdCompressor(options={parameter.compression_level: level, parameter.checksum_flag: 1})
+        return Compressor(
+            made.compress, partial(made.flush, made.FLUSH_BLOCK), partial(made.flush, made.FLUSH_FRAME)
+        )
+
     def new_decompressor() -> Decompressor:
         options = {module.DecompressionParameter.window_log_max: MAX_WINDOW_LOG}
-        decompressor: Decompressor = module.ZstdDecompressor(options=options)
-        return decompressor
+        made: Decompressor = module.ZstdDecompressor(options=options)
+        return made
 
-    return Backend(
-        module=name,
-        error=module.ZstdError,
-        new_compressor=lambda level: _StandardCompressor(module, level),
-        new_decompressor=new_decompressor,
-    )
+    return Backend(name, module.ZstdError, new_compressor, new_decompressor)

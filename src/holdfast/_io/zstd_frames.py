@@ -24,8 +24,6 @@ _DICTIONARY_ID_NBYTES = (0, 1, 2, 4)
 class FrameHeader:
     """What a data frame says about itself before its first block."""
 
-    nbytes: int
-    """Length of the header itself, magic included."""
     window_nbytes: int
     """How far back the frame refers: the memory that inflating it takes."""
     content_nbytes: int | None
@@ -93,7 +91,6 @@ def parse_frame_header(data: bytes) -> FrameHeader:
         exponent, mantissa = data[5] >> 3, data[5] & 7
         window_nbytes = (1 << (10 + exponent)) * (8 + mantissa) // 8
     return FrameHeader(
-        nbytes=len(data),
         window_nbytes=window_nbytes,
         content_nbytes=content_nbytes,
         dictionary_id=int.from_bytes(data[dictionary_start:content_start], "little"),

@@ -11,6 +11,7 @@ import pathlib
 import re
 import types
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,19 +40,16 @@ class Factory:
         return self.made()
 
 
-def _set(items: Any = ()) -> set[Any]:
-    return set(_sequence(items))
+def _of_list(made: type) -> Callable[..., Any]:
+    """What makes such a collection of the items in a list or tuple."""
 
+    def make(items: Any = (), *rest: Any) -> Any:
+        # A range of a trillion numbers is a few bytes of pickle.
+        if not isinstance(items, list | tuple):
+            raise TypeError(f"a list was expected, not {type(items).__name__}")
+        return made(items, *rest)
 
-def _frozenset(items: Any = ()) -> frozenset[Any]:
-    return frozenset(_sequence(items))
-
-
-def _sequence(items: Any) -> list[Any] | tuple[Any, ...]:
-    # A range of a trillion numbers is a few bytes of pickle.
-    if not isinstance(items, list | tuple):
-        raise TypeError(f"a list was expected, not {type(items).__name__}")
-    return items
+    return make
 
 
 def _bytearray(content: Any = b"", encoding: Any = None) -> bytearray:
@@ -77,22 +75,10 @@ def _defaultdict(factory: Any = None, *content: Any) -> collections.defaultdict[
     return collections.defaultdict(factory.made)
 
 
-def _deque(items: Any = (), maxlen: Any = None) -> collections.deque[Any]:
-    return collections.deque(_sequence(items), maxlen)
-
-
 def _counter(content: Any = None) -> collections.Counter[Any]:
     if content is not None and not isinstance(content, dict):
         raise TypeError("a dict was expected")
     return collections.Counter(content)
-
-
-def _ordered_dict(items: Any = ()) -> collections.OrderedDict[Any, Any]:
-    return collections.OrderedDict(_sequence(items))
-
-
-def _size(dims: Any = ()) -> torch.Size:
-    return torch.Size(_sequence(dims))
 
 
 def _device(kind: Any, index: Any = None) -> torch.device:
@@ -129,38 +115,27 @@ def _reconstructor(cls: Any, base: Any, state: Any) -> Any:
 
 
 _MADE_BY: dict[tuple[str, str], Any] = {
-    ("builtins", "set"): _set,
-    ("builtins", "frozenset"): _frozenset,
     ("builtins", "bytearray"): _bytearray,
-    ("builtins", "complex"): complex,
-    ("builtins", "slice"): slice,
-    ("builtins", "range"): range,
     ("builtins", "xrange"): range,
-    ("builtins", "object"): object,
     ("builtins", "Ellipsis"): ...,
     ("builtins", "NotImplemented"): NotImplemented,
-    ("_io", "BytesIO"): io.BytesIO,
     ("io", "BytesIO"): io.BytesIO,
     ("_codecs", "encode"): _encode,
-    ("collections", "OrderedDict"): _ordered_dict,
     ("collections", "defaultdict"): _defaultdict,
-    ("collections", "deque"): _deque,
     ("collections", "Counter"): _counter,
-    ("datetime", "datetime"): dt.datetime,
-    ("datetime", "date"): dt.date,
-    ("datetime", "time"): dt.time,
-    ("datetime", "timedelta"): dt.timedelta,
-    ("datetime", "timezone"): dt.timezone,
-    ("decimal", "Decimal"): decimal.Decimal,
     ("fractions", "Fraction"): _fraction,
-    ("uuid", "UUID"): uuid.UUID,
-    ("types", "SimpleNamespace"): types.SimpleNamespace,
-    ("argparse", "Namespace"): argparse.Namespace,
     ("copyreg", "_reconstructor"): _reconstructor,
-    ("torch", "Size"): _size,
     ("torch", "device"): _device,
     ("torch.serialization", "_get_layout"): _layout,
 }
+for _times in (dt.datetime, dt.date, dt.time, dt.timedelta, dt.timezone):
+    _MADE_BY["datetime", _times.__name__] = _times
+for _plain in (complex, slice, range, object, io.BytesIO, decimal.Decimal, uuid.UUID):
+    _MADE_BY[_plain.__module__, _plain.__name__] = _plain
+for _space in (types.SimpleNamespace, argparse.Namespace):
+    _MADE_BY[_space.__module__, _space.__name__] = _space
+for _list in (set, frozenset, collections.OrderedDict, collections.deque, torch.Size):
+    _MADE_BY[_list.__module__, _list.__name__] = _of_list(_list)
 for _module in ("pathlib", "pathlib._local"):
     for _path in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath):
         _MADE_BY[_module, _path.__name__] = _path

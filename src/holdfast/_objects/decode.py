@@ -59,9 +59,7 @@ def decode_object(
         if isinstance(stream, LoadedObject):
             # Bytes that we stored are the payload itself; anything else in our containers is a pickle.
             size = len(stream.payload).to_bytes(8, "little")
-            if stream.head.endswith(_BYTES + size):
-                return stream.payload
-            if stream.head.endswith(_BYTEARRAY + size):
+            if stream.head.endswith((_BYTES + size, _BYTEARRAY + size)):
                 return stream.payload
             pickled: bytes | None = bytes(stream.payload)
         else:

@@ -104,10 +104,10 @@ _ATOMS: dict[type, Callable[[Any], bytes]] = {
     bytes: lambda value: _of_bytes(b"b", value),
     bytearray: lambda value: _of_bytes(b"a", value),
     # Made when torch is imported, and known by their names.
-    torch.dtype: lambda value: _framed(b"w", str(value).encode()),
-    torch.layout: lambda value: _framed(b"w", str(value).encode()),
-    torch.memory_format: lambda value: _framed(b"w", str(value).encode()),
-    torch.qscheme: lambda value: _framed(b"w", str(value).encode()),
+    **dict.fromkeys(
+        (torch.dtype, torch.layout, torch.memory_format, torch.qscheme),
+        lambda value: _framed(b"w", str(value).encode()),
+    ),
 }
 _PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 

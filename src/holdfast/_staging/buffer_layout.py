@@ -7,13 +7,13 @@ tensors (with holes, expanded, on a device, conjugated only by a flag) are copie
 order.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
+from holdfast._geometry import row_major_strides
 from holdfast._staging.staging_copy import Span
 
 __all__ = ["BufferLayout", "Fact", "Place", "fact_of", "lay_out", "place_in"]
@@ -77,7 +77,7 @@ def lay_out(facts: list[Fact]) -> BufferLayout:
         end = _aligned(end + facts[number][2].numel() * facts[number][1].itemsize)
     rows = set(written_out)
     places: list[Place] = [
-        (offsets[number], dtype, shape, _row_major(shape) if number in rows else strides)
+        (offsets[number], dtype, shape, row_major_strides(shape) if number in rows else strides)
         for number, (_, dtype, shape, strides, _) in enumerate(facts)
     ]
     return BufferLayout(facts, places, spans, written_out, end)
@@ -128,11 +128,6 @@ def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
                 return False
             expected *= length
     return True
-
-
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    lengths = [max(1, length) for length in shape[:0:-1]]
-    return tuple(itertools.accumulate(lengths, int.__mul__, initial=1))[::-1] if len(shape) else ()
 
 
 def place_in(base: torch.Tensor, places: Sequence[Place]) -> list[torch.Tensor]:

@@ -1,6 +1,5 @@
 """The result of staging: the copy of a state, and the lease of its buffer."""
 
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -51,7 +50,5 @@ class StagedState:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing_extensions import Buffer
 
 from holdfast._io.blocks import BlockChecker, crc32
-from holdfast._io.store import FileReader, FileSource, byte_view
+from holdfast._io.store import FileReader, FileSource
+from holdfast._io.streams import byte_view
 from holdfast._ranks.broadcast import Broadcast
 from holdfast.errors import ChecksumError, StorageError
 

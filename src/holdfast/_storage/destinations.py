@@ -36,14 +36,16 @@ class Destination:
         calls: How the planner is called.
         item: The line of the plan.
         dtype: The dtype of what is stored.
-        parts: How many parts will arrive.
+
+    Attributes:
+        waiting: How many parts are still to arrive.
     """
 
-    def __init__(self, calls: PlannerCalls, item: ReadItem, dtype: torch.dtype, parts: int = 1) -> None:
+    def __init__(self, calls: PlannerCalls, item: ReadItem, dtype: torch.dtype) -> None:
         self.calls = calls
         self.item = item
         self.dtype = dtype
-        self.waiting = parts
+        self.waiting = 1
         self._target: torch.Tensor | None = None
 
     @property

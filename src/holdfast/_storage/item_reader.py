@@ -15,7 +15,7 @@ from holdfast._io.blocks import crc32
 from holdfast._io.pool import Budget, Cancellation
 from holdfast._storage.destinations import PlannerCalls
 from holdfast._storage.open_files import SharedFile
-from holdfast.errors import CheckpointError, ChecksumError
+from holdfast.errors import CheckpointError, ChecksumError, IntegrityError
 from holdfast.extension import ExtensionRegistry
 
 __all__ = ["Chunk", "ItemReader", "ReadContext", "naming"]
@@ -95,11 +95,13 @@ class ItemReader(NamedTuple):
         before, after = self.info.payload_offset, self.info.payload_offset + self.info.payload_nbytes
         head, tail = self.read_at(0, before), self.read_at(after, self.info.length - after)
         if self.context.verify and crc32(tail, crc32(head)) != self.info.wrap_checksum:
-            raise ChecksumError(
-                f"{self.file.path}: the container at {self.info.offset} is not the one that was written",
-                path=self.file.path,
-            )
+            raise self.damaged("has another container than the one that was written", ChecksumError)
         return head, tail
+
+    def damaged(self, what: str, kind: type[IntegrityError] = IntegrityError, **facts: Any) -> IntegrityError:
+        """An error that says what is wrong with the item, and where the item is."""
+        path = self.file.path
+        return kind(f"{path}: the item at {self.info.offset} {what}", path=path, **facts)
 
     def stream(self) -> io.BufferedReader:
         """The payload from front to back."""

@@ -13,6 +13,7 @@ from holdfast._format.description import column
 from holdfast._format.torch_item import SMALL_ALIGNMENT, ItemFrame
 from holdfast._io.blocks import BLOCK_SIZE, BlockSums, block_checksums, combine_blocks, crc32
 from holdfast._io.store import FileWriter
+from holdfast._io.streams import byte_view, write_all
 from holdfast._objects import StoredObject
 from holdfast._plan.write_columns import WriteColumns
 from holdfast._storage.results import WrittenItems
@@ -180,14 +181,14 @@ class ItemWriter:
         stream: Any = sink
         for transform in self.transforms:
             stream = transform.transform_to(stream)
-        raw_nbytes = _write_all(stream, frame.head(0)) if frame else 0
+        raw_nbytes = write_all(stream, frame.head(0)) if frame else 0
         checksum = 0
         for piece in self._payload(data)[1]:
             for start in range(0, len(piece), BLOCK_SIZE):
                 part = piece[start : start + BLOCK_SIZE]
                 checksum = crc32(part, checksum)
-                raw_nbytes += _write_all(stream, part)
-        raw_nbytes += _write_all(stream, frame.tail(0, checksum)) if frame else 0
+                raw_nbytes += write_all(stream, part)
+        raw_nbytes += write_all(stream, frame.tail(0, checksum)) if frame else 0
         stream.close()
         self._note_one(number, position, sink.sums.finish(), 0, self._position - position, raw_nbytes, 0)
 
@@ -248,15 +249,6 @@ def _check_planned(lines: WriteColumns, number: int, data: torch.Tensor) -> None
         )
 
 
-def _write_all(stream: Any, data: Any) -> int:
-    """Write all of ``data``, whatever portions the stream takes."""
-    view = memoryview(data).cast("B") if len(data) else memoryview(b"")
-    done = 0
-    while done < len(view):
-        done += stream.write(view[done:]) or 0
-    return len(view)
-
-
 class _TransformSink(io.RawIOBase):
     """The file's end of a stack of transforms: checksums what arrives, and leaves the file open."""
 
@@ -269,6 +261,6 @@ class _TransformSink(io.RawIOBase):
         return True
 
     def write(self, data: Any, /) -> int:
-        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        view = byte_view(data)
         self.file.write(view, self.sums)
         return len(view)

@@ -26,7 +26,7 @@ class SharedFile:
         self.store = store
         self.name = name
         self._progress = progress
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._reader: FileReader | None = None
         self._jobs_left = 0
 
@@ -71,14 +71,11 @@ class SharedFile:
         with self._lock:
             self._jobs_left -= 1
             if self._jobs_left == 0:
-                self._close()
+                self.close()
 
     def close(self) -> None:
         """Close it, whatever is left to do."""
         with self._lock:
-            self._close()
-
-    def _close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
+            if self._reader is not None:
+                self._reader.close()
+                self._reader = None

@@ -17,7 +17,7 @@ from holdfast.errors import InvalidPlanError, MetadataFormatError
 from holdfast.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planner import LoadPlan, LoadPlanner, ReadItem
 
-__all__ = ["FileRequest", "chunk_of", "nbytes_to_read", "sort_by_file"]
+__all__ = ["FileRequest", "chunk_of", "columns_in", "nbytes_to_read", "sort_by_file"]
 
 
 class FileRequest:
@@ -26,12 +26,13 @@ class FileRequest:
     Attributes:
         lines: Stored items and lines, in the order of the file.
         small: Small tensors that go straight into the state, whole; None if there are none.
+        last: The key of the item that reaches furthest, and the size that the file must have for it.
     """
 
     def __init__(self) -> None:
         self.lines: list[tuple[StorageInfo, ReadItem]] = []
         self.small: SmallTensors | None = None
-        self._end, self._last_key = 0, ""
+        self.last = "", 0
 
     def __len__(self) -> int:
         return len(self.lines) + (len(self.small.keys) if self.small else 0)
@@ -57,13 +58,8 @@ class FileRequest:
         self._reach(max(ends), keys[ends.index(max(ends))])
 
     def _reach(self, end: int, key: str) -> None:
-        if end > self._end or not self._last_key:
-            self._end, self._last_key = end, key
-
-    @property
-    def last(self) -> tuple[str, int]:
-        """The key of the item that reaches furthest, and the size that the file must have for it."""
-        return self._last_key, self._end
+        if end > self.last[1] or not self.last[0]:
+            self.last = key, end
 
 
 def sort_by_file(plan: LoadPlan, planner: LoadPlanner, metadata: Metadata) -> dict[str, FileRequest]:
@@ -73,18 +69,25 @@ def sort_by_file(plan: LoadPlan, planner: LoadPlanner, metadata: Metadata) -> di
         InvalidPlanError: The plan asks for an item that the checkpoint does not have.
     """
     places = places_of(metadata)
-    lines: Any = plan.items
-    columns = lines.columns if isinstance(lines, ReadItems) else None
-    if columns is not None and places is not None and columns.directory is places.directory:
+    columns = columns_in(plan, places)
+    if columns is not None and places is not None:
         requests = _from_columns(columns, own_values(planner, "resolve_tensor"), places, metadata)
     else:
         requests = {}
-        for item in lines:
+        for item in plan.items:
             info = _find(item.storage_index, places, metadata)
             requests.setdefault(info.relative_path, FileRequest()).add_line(info, item)
     for request in requests.values():
         request.lines.sort(key=lambda line: line[0].offset)
     return requests
+
+
+def columns_in(plan: LoadPlan, places: ItemPlaces | None) -> ReadColumns | None:
+    """The lines of a plan as rows of these places; None if somebody may have changed either."""
+    lines: Any = plan.items
+    columns: ReadColumns | None = lines.columns if isinstance(lines, ReadItems) else None
+    is_here = columns is not None and places is not None and columns.directory is places.directory
+    return columns if is_here else None
 
 
 def nbytes_to_read(plan: LoadPlan, metadata: Metadata) -> int:

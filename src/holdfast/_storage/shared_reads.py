@@ -4,18 +4,19 @@ import hashlib
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from holdfast._io import pool
-from holdfast._io.pool import Cancellation
 from holdfast._io.store import FileSource
 from holdfast._plan.planner_values import own_values
 from holdfast._plan.read_columns import ReadColumns, ReadItems
 from holdfast._ranks.exchange import Exchange
 from holdfast._storage.broadcast_source import BroadcastSource
 from holdfast._storage.item_places import ItemPlaces, places_of
+from holdfast._storage.read_requests import columns_in
 from holdfast._tensors.chunks import is_tensor, local_parts
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner
@@ -59,7 +60,10 @@ def read_together(
         nonlocal plan, names
         plan = finish_plan()
         if willing and exchange.can_broadcast:
-            names = _names_of(plan, planner, metadata)
+            places = places_of(metadata)
+            columns = columns_in(plan, places)
+            if columns is not None and places is not None:
+                names = _Names(columns, places, planner)
         return None if names is None else names.offer()
 
     groups: list[_Group] = exchange.decide("share reads", offer, _find_groups)
@@ -67,17 +71,7 @@ def read_together(
     if names is None or not groups:
         whole = plan
         return lambda: read(store, whole, None)
-    return _Reading(store, names, groups, exchange, read).run
-
-
-def _names_of(plan: LoadPlan, planner: LoadPlanner, metadata: Metadata) -> "_Names | None":
-    """The lines of a plan by name; None if somebody may have changed them."""
-    lines: Any = plan.items
-    places = places_of(metadata)
-    columns = lines.columns if isinstance(lines, ReadItems) else None
-    if columns is None or places is None or columns.directory is not places.directory:
-        return None
-    return _Names(columns, places, planner)
+    return partial(_read_all, store, names, groups, exchange, read)
 
 
 _Group = tuple[tuple[int, ...], bytes]
@@ -118,6 +112,25 @@ class _Names:
         """The names, and about how many bytes each stands for."""
         nbytes = [self.nbytes(number) for number in self.lines.values()]
         return array("q", self.lines).tobytes(), array("q", nbytes).tobytes()
+
+    def in_order(self, names: Sequence[int]) -> list[int]:
+        """The lines of those names in the order of the manifest's rows: the same on every member."""
+        rows, boxes = self.columns.rows, self.columns.boxes
+
+        def place(number: int) -> tuple[Any, ...]:
+            box = boxes.get(number)
+            return (rows[number],) if box is None else (rows[number], *box.storage_offsets, *box.lengths)
+
+        return sorted((self.lines[name] for name in names), key=place)
+
+    def of_kind(self, lines: list[int], *, objects: bool) -> list[int]:
+        """Those of the lines that are objects, or those that are not."""
+        keys, kinds, numbers = self.columns.keys, self.columns.directory.kinds, self.columns.directory.numbers
+        return [number for number in lines if bool(kinds[numbers[keys[number]]]) == objects]
+
+    def plan(self, numbers: list[int]) -> LoadPlan:
+        """The plan of some lines."""
+        return LoadPlan(ReadItems(self.columns.take(numbers)))
 
     def nbytes(self, number: int) -> int:
         """About how many bytes a line reads."""
@@ -167,70 +180,47 @@ def _find_groups(offers: Sequence[tuple[bytes, bytes] | None]) -> list[list[_Gro
     return answers
 
 
-class _Reading:
-    """A plan that is being carried out together with others."""
+def _read_all(
+    store: FileSource,
+    names: _Names,
+    groups: list[_Group],
+    exchange: Exchange,
+    read: Callable[[FileSource, LoadPlan, int | None], None],
+) -> None:
+    """Carry out a plan together with others.
 
-    def __init__(
-        self,
-        store: FileSource,
-        names: _Names,
-        groups: list[_Group],
-        exchange: Exchange,
-        read: Callable[[FileSource, LoadPlan, int | None], None],
-    ) -> None:
-        self.store = store
-        self.names = names
-        self.exchange = exchange
-        self.read = read
-        self.groups = [(members, self._in_order(memoryview(lines).cast("q"))) for members, lines in groups]
-        common = {number for _, numbers in self.groups for number in numbers}
-        self.own = [number for number in range(len(names.columns)) if number not in common]
+    Objects come first, so that one that is refused is found before a tensor is overwritten.
+    """
+    ordered = [(members, names.in_order(memoryview(lines).cast("q"))) for members, lines in groups]
+    common = {number for _, numbers in ordered for number in numbers}
+    own = [number for number in range(len(names.columns)) if number not in common]
+    for objects in (True, False):
+        if some := names.of_kind(own, objects=objects):
+            read(store, names.plan(some), None)
+        for members, lines in ordered:
+            if some := names.of_kind(lines, objects=objects):
+                _read_with(members, some, store, names, exchange, read)
 
-    def _in_order(self, names: Sequence[int]) -> list[int]:
-        """The lines of those names in the order of the manifest's rows: the same on every member."""
-        rows = self.names.columns.rows
-        return sorted((self.names.lines[name] for name in names), key=lambda n: (rows[n], self._box(n)))
 
-    def _box(self, number: int) -> tuple[Any, ...]:
-        box = self.names.columns.boxes.get(number)
-        return () if box is None else (*box.storage_offsets, *box.lengths)
+def _read_with(
+    members: tuple[int, ...],
+    numbers: list[int],
+    store: FileSource,
+    names: _Names,
+    exchange: Exchange,
+    read: Callable[[FileSource, LoadPlan, int | None], None],
+) -> None:
+    """Several broadcasts at once, so that several members read while others pass on."""
+    broadcasts = min(_MOST_BROADCASTS, len(members), len(numbers)) if names.values is not None else 1
+    dealt = _deal([names.nbytes(number) for number in numbers], broadcasts)
+    opened = [exchange.open_broadcast(members) for _ in dealt]
 
-    def run(self) -> None:
-        """Objects first, so that one that is refused is found before a tensor is overwritten."""
-        kinds, numbers = self.names.columns.directory.kinds, self.names.columns.directory.numbers
-        for wanted in (1, 0):
+    def job(at: int) -> None:
+        with opened[at]:
+            source = BroadcastSource(store, opened[at], exchange.rank, at)
+            read(source, names.plan([numbers[number] for number in dealt[at]]), 1)
 
-            def of_kind(lines: list[int], wanted: int = wanted) -> list[int]:
-                keys = self.names.columns.keys
-                return [number for number in lines if bool(kinds[numbers[keys[number]]]) == bool(wanted)]
-
-            own = of_kind(self.own)
-            if own:
-                self.read(self.store, self._plan(own), None)
-            for members, lines in self.groups:
-                if some := of_kind(lines):
-                    self._read_with(members, some)
-
-    def _plan(self, numbers: list[int]) -> LoadPlan:
-        return LoadPlan(ReadItems(self.names.columns.take(numbers)))
-
-    def _read_with(self, members: tuple[int, ...], numbers: list[int]) -> None:
-        """Several broadcasts at once, so that several members read while others pass on."""
-        broadcasts = min(_MOST_BROADCASTS, len(members), len(numbers)) if self.names.values is not None else 1
-        dealt = _deal([self.names.nbytes(number) for number in numbers], broadcasts)
-        cancellation = Cancellation()
-        jobs = []
-        for at, part in enumerate(dealt):
-            broadcast = self.exchange.open_broadcast(members)
-            store = BroadcastSource(self.store, broadcast, self.exchange.rank, at)
-            plan = self._plan([numbers[number] for number in part])
-
-            def job(store: BroadcastSource = store, plan: LoadPlan = plan, opened: Any = broadcast) -> None:
-                with opened:
-                    self.read(store, plan, 1)
-
-            jobs.append(job)
-        pool.run(jobs, threads=len(jobs), cancellation=cancellation)
+    pool.run([partial(job, at) for at in range(len(dealt))], threads=len(dealt))
 
 
 def _deal(sizes: list[int], count: int) -> list[list[int]]:

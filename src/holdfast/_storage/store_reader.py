@@ -9,13 +9,13 @@ from torch.futures import Future
 from typing_extensions import Self
 
 from holdfast._context import LoadContext
-from holdfast._io.places import open_place
 from holdfast._io.store import FileSource
 from holdfast._known_methods import known_to_engine
 from holdfast._ranks.exchange import Exchange
 from holdfast._storage.read_requests import nbytes_to_read
 from holdfast._storage.reading import read_items, read_metadata_file, read_own_parts
 from holdfast._storage.shared_reads import read_together
+from holdfast._storage.store_place import AtStore
 from holdfast._storage.store_writer import DEFAULT_BUDGET
 from holdfast._torch_compat import called_by_torch, our_load_planner, to_ours, to_torch
 from holdfast.errors import UsageError
@@ -27,7 +27,7 @@ from holdfast.storage import StorageReader
 __all__ = ["StoreReader"]
 
 
-class StoreReader(StorageReader):
+class StoreReader(AtStore[FileSource], StorageReader):
     """Reads a checkpoint from a store, ours or torch's.
 
     Only the bytes that are needed are read. Of our checkpoints each is checked; of torch's, each tensor
@@ -75,17 +75,6 @@ class StoreReader(StorageReader):
         self._metadata: Metadata | None = None
         self._is_for_torch = False
 
-    @property
-    def store(self) -> FileSource:
-        """The place."""
-        assert self._store is not None
-        return self._store
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """How the user would name the place."""
-        return self.store.url
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new load, from another place if one is named."""
         if checkpoint_id:
@@ -93,9 +82,6 @@ class StoreReader(StorageReader):
         self.load_id = uuid.uuid4().hex
         self.storage_data = {}
         self._metadata = None
-
-    def _move_to(self, checkpoint_id: str | os.PathLike[str]) -> None:
-        self._store = open_place(checkpoint_id)
 
     @known_to_engine
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
@@ -185,25 +171,12 @@ class StoreReader(StorageReader):
             The function that reads, to be called on every rank.
         """
         assert self._metadata is not None
-
-        def read(store: FileSource, part: LoadPlan, threads: int | None) -> None:
-            self._read(store, part, planner, threads)
-
         return read_together(
             self.store,
             lambda: self._announce(finish_plan()),
             planner,
             self._metadata,
             exchange,
-            read,
+            lambda store, part, threads: self._read(store, part, planner, threads),
             willing=self.share_reads,
         )
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it names a place that there is a store for."""
-        try:
-            open_place(checkpoint_id)
-        except UsageError:
-            return False
-        return True

@@ -13,7 +13,6 @@ from holdfast._context import SaveContext
 from holdfast._format.manifest import Manifest
 from holdfast._format.names import METADATA, data_file_name, metadata_name, shows_a_checkpoint
 from holdfast._io.lease import Lease, take_lease
-from holdfast._io.places import open_place
 from holdfast._io.store import ByteStore
 from holdfast._plan.metadata_entries import directory_of
 from holdfast._plan.write_columns import columns_of
@@ -22,6 +21,7 @@ from holdfast._storage.committed import CommittedMetadata
 from holdfast._storage.item_places import ItemPlaces, StorageData
 from holdfast._storage.metadata_writing import VERSION, dump_manifest, make_manifest
 from holdfast._storage.results import result_columns
+from holdfast._storage.store_place import AtStore
 from holdfast._storage.writing import write_items
 from holdfast._torch_compat import our_save_planner, to_ours, to_torch
 from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError, UsageError
@@ -52,7 +52,7 @@ class FilePrefix:
         return data_file_name(self.rank, number, self.save)
 
 
-class StoreWriter(StorageWriter):
+class StoreWriter(AtStore[ByteStore], StorageWriter):
     """Writes a checkpoint into a store.
 
     Until ``finish`` the old checkpoint of the place is there, whole; after it, the new one. Every save writes
@@ -107,26 +107,12 @@ class StoreWriter(StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lease": None}
 
-    @property
-    def store(self) -> ByteStore:
-        """The place."""
-        assert self._store is not None
-        return self._store
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """How the user would name the place."""
-        return self.store.url
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save, at another place if one is named."""
         self._release()
         if checkpoint_id:
             self._move_to(checkpoint_id)
         self.save_id = uuid.uuid4().hex
-
-    def _move_to(self, checkpoint_id: str | os.PathLike[str]) -> None:
-        self._store = open_place(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Learn of the save: its context, this rank, and whether ranks write one checkpoint together."""
@@ -291,15 +277,6 @@ class StoreWriter(StorageWriter):
     def storage_meta(self) -> StorageMeta | None:
         """The place and the save's own id."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it names a place that there is a store for."""
-        try:
-            open_place(checkpoint_id)
-        except UsageError:
-            return False
-        return True
 
 
 def _existing_checkpoint(store: ByteStore, rank: int | None) -> str | None:

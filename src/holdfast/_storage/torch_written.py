@@ -16,7 +16,7 @@ from holdfast._objects.torch_archive import refuse_compressed
 from holdfast._storage.destinations import Destination
 from holdfast._storage.item_reader import Chunk, ItemReader
 from holdfast._storage.ranges import SCRATCH, RangeRead, ranges_for
-from holdfast.errors import ChecksumError, IntegrityError
+from holdfast.errors import ChecksumError
 from holdfast.planner import ReadItem
 
 __all__ = ["deliver_loaded", "deliver_torch_written"]
@@ -28,7 +28,7 @@ def deliver_torch_written(reader: ItemReader, chunk: Chunk, destination: Destina
     layout = read_item_layout(reader.read_at, info.length, path=reader.file.path, key=destination.key)
     order = None if layout is None else _order_in_memory(layout, chunk)
     if layout is None or order is None:
-        deliver_loaded(io.BytesIO(reader.read_unchecked()), chunk, destination)
+        deliver_loaded(reader, io.BytesIO(reader.read_unchecked()), chunk, destination)
         return
     start = layout.payload_offset + layout.storage_offset * chunk.dtype.itemsize
     if order != sorted(order):
@@ -50,34 +50,22 @@ def deliver_torch_written(reader: ItemReader, chunk: Chunk, destination: Destina
         reader.context.cancellation.check()
         found = RangeRead(inner, chunk, destination, piece).deliver(found if is_whole else None)
     if is_whole and reader.context.verify and layout.crc32 is not None and found != layout.crc32:
-        raise ChecksumError(
-            f"{reader.file.path}: the tensor's bytes at {info.offset + start} are not the ones that were "
-            "written",
-            path=reader.file.path,
-            expected=layout.crc32,
-            found=found,
-        )
+        what = f"has at {info.offset + start} other bytes of its tensor than were written"
+        raise reader.damaged(what, ChecksumError, expected=layout.crc32, found=found)
 
 
-def deliver_loaded(content: io.BytesIO, chunk: Chunk, destination: Destination) -> None:
+def deliver_loaded(reader: ItemReader, content: io.BytesIO, chunk: Chunk, destination: Destination) -> None:
     """Let torch read a whole container, under its weights-only rules, and copy the box that is wanted."""
     refuse_compressed(content)
     try:
         tensor = torch.load(content, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise IntegrityError(
-            f"{chunk.info.relative_path}: the item at {chunk.info.offset} cannot be read: {error}",
-            path=chunk.info.relative_path,
-        ) from error
+        raise reader.damaged(f"cannot be read: {error}") from error
     found = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, torch.Tensor) else type(tensor)
-    if found != (chunk.shape, chunk.dtype):
-        raise IntegrityError(
-            f"{chunk.info.relative_path} has at {chunk.info.offset} {found}, where its metadata says "
-            f"{(chunk.shape, chunk.dtype)}",
-            path=chunk.info.relative_path,
-            expected=(chunk.shape, chunk.dtype),
-            found=found,
-        )
+    expected = (chunk.shape, chunk.dtype)
+    if found != expected:
+        what = f"is {found}, where its metadata says {expected}"
+        raise reader.damaged(what, expected=expected, found=found)
     item = destination.item
     for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         tensor = tensor.narrow(dimension, start, length)

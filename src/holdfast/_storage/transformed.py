@@ -12,7 +12,7 @@ from holdfast._storage.destinations import Destination
 from holdfast._storage.item_reader import Chunk, ItemReader
 from holdfast._storage.torch_written import deliver_loaded
 from holdfast._tensors.host import memory_of
-from holdfast.errors import ChecksumError, IntegrityError, MetadataFormatError
+from holdfast.errors import ChecksumError, MetadataFormatError
 from holdfast.extension import StreamTransformExtension
 
 __all__ = ["deliver_transformed", "read_transformed", "undo_transforms"]
@@ -29,12 +29,8 @@ def undo_transforms(reader: ItemReader) -> Any:
     stream: Any = reader.stream()
     descriptors = list(reader.info.transform_descriptors or ())
     if len(descriptors) > _MOST_TRANSFORMS:
-        raise MetadataFormatError(
-            f"{reader.file.path}: the item at {reader.info.offset} has {len(descriptors)} transforms; more "
-            f"than {_MOST_TRANSFORMS} are not undone",
-            path=reader.file.path,
-            found=len(descriptors),
-        )
+        what = f"has {len(descriptors)} transforms; more than {_MOST_TRANSFORMS} are not undone"
+        raise reader.damaged(what, MetadataFormatError, found=len(descriptors))
     for extension in reader.context.registry.from_descriptor_list(descriptors):
         if isinstance(extension, StreamTransformExtension):
             stream = extension.transform_from(stream)
@@ -47,26 +43,16 @@ def read_transformed(reader: ItemReader, *, limit: int = _LARGEST_UNDECLARED) ->
     Raises:
         IntegrityError: It is larger than declared, or than ``limit`` where nothing is declared.
     """
-    info = reader.info
-    declared = info.raw_nbytes if info.raw_nbytes >= 0 else None
+    declared = reader.info.raw_nbytes if reader.info.raw_nbytes >= 0 else None
     limit = limit if declared is None else declared
     collected, stream = io.BytesIO(), undo_transforms(reader)
     while piece := stream.read(_STEP):
         collected.write(piece)
         if collected.tell() > limit:
-            raise IntegrityError(
-                f"{reader.file.path}: the item at {info.offset} inflates beyond {limit} bytes",
-                path=reader.file.path,
-                expected=limit,
-            )
-    if declared is not None and collected.tell() != declared:
-        raise IntegrityError(
-            f"{reader.file.path}: the item at {info.offset} has {collected.tell()} bytes behind its "
-            f"transforms, expected {declared}",
-            path=reader.file.path,
-            expected=declared,
-            found=collected.tell(),
-        )
+            raise reader.damaged(f"inflates beyond {limit} bytes", expected=limit)
+    if declared is not None and (found := collected.tell()) != declared:
+        what = f"has {found} bytes behind its transforms, expected {declared}"
+        raise reader.damaged(what, expected=declared, found=found)
     return collected.getvalue()
 
 
@@ -75,7 +61,7 @@ def deliver_transformed(reader: ItemReader, chunk: Chunk, destination: Destinati
     if not reader.info.is_checked:
         # Inside is a container of torch's, which is little more than the elements.
         content = read_transformed(reader, limit=chunk.nbytes + _STEP)
-        deliver_loaded(io.BytesIO(content), chunk, destination)
+        deliver_loaded(reader, io.BytesIO(content), chunk, destination)
         return
     stream = undo_transforms(reader)
     frame = tensor_item(str(chunk.dtype)[6:], chunk.shape)
@@ -88,11 +74,7 @@ def deliver_transformed(reader: ItemReader, chunk: Chunk, destination: Destinati
     )
     tail = frame.tail(0, checksum)
     if _read_rest(stream, len(tail) + 1) != tail:
-        raise ChecksumError(
-            f"{reader.file.path}: the item at {reader.info.offset} is not what was saved, once its "
-            "transforms are undone",
-            path=reader.file.path,
-        )
+        raise reader.damaged("is not what was saved, once its transforms are undone", ChecksumError)
 
 
 def _deliver_by_rows(reader: ItemReader, stream: Any, chunk: Chunk, destination: Destination) -> int:
@@ -124,11 +106,7 @@ def _fill(stream: Any, view: memoryview, reader: ItemReader, checksum: int = 0) 
     while done < len(view):
         count = stream.readinto(view[done : done + _STEP])
         if not count:
-            raise IntegrityError(
-                f"{reader.file.path}: the item at {reader.info.offset} ends before its tensor does, once "
-                "its transforms are undone",
-                path=reader.file.path,
-            )
+            raise reader.damaged("ends before its tensor does, once its transforms are undone")
         checksum = crc32(view[done : done + count], checksum)
         done += count
     return checksum

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from holdfast._format.description import ints
 from holdfast._format.item_table import StorageInfo
-from holdfast._io.blocks import crc32, split_ranges
+from holdfast._io.blocks import crc32
 from holdfast._io.store import FileReader, FileSource
 from holdfast.cli.report import Report
 from holdfast.errors import ChecksumError
@@ -148,8 +148,10 @@ def _large_jobs(file: _File, keyed: KeyedItem) -> Iterator[Job]:
         file.report.advance(len(head) + len(tail))
 
     yield check_wrap
-    for start, stop in split_ranges(0, item.payload_nbytes, nbytes=_PIECE, block_size=file.block_size):
-        yield _piece_job(file, keyed, start, stop)
+    # Cut where blocks end, so that none is read twice.
+    step = -(-_PIECE // file.block_size) * file.block_size
+    for start in range(0, item.payload_nbytes, step):
+        yield _piece_job(file, keyed, start, min(start + step, item.payload_nbytes))
 
 
 def _piece_job(file: _File, keyed: KeyedItem, start: int, stop: int) -> Job:

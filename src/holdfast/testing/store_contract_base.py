@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast._io.blocks import BlockSums
 from holdfast._io.store import ByteStore, FileReader
 
 __all__ = ["MIB", "StoreContractBase", "pattern", "read_part"]
@@ -41,11 +42,12 @@ class StoreContractBase:
 
     def write_payload(self, store: ByteStore, data: bytes, offset: int, block_size: int) -> "array[int]":
         """Write the file "f" with ``data`` at ``offset`` and other bytes around it; return its checksums."""
+        sums = BlockSums(block_size)
         with store.create("f", durable=self.durable) as file:
             file.write(b"\xff" * offset)
-            crcs = file.write_blocks(data, block_size)
+            file.write(data, sums)
             file.write(b"tail")
-        return crcs
+        return sums.finish()
 
 
 @lru_cache(maxsize=16)
