@@ -9,8 +9,6 @@ from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan
 from holdfast.storage import WriteResult
 
-__all__ = ["CancellableWriter"]
-
 
 class CancellableWriter(WriterPort):
     """Asks before each step whether the save was cancelled."""

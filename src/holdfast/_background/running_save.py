@@ -12,15 +12,6 @@ from holdfast._io.places import local_path
 from holdfast._io.progress import Progress, ProgressTracker
 from holdfast.errors import CheckpointError, CheckpointException, UsageError
 
-__all__ = [
-    "IdentityKey",
-    "RunningSave",
-    "SaveCancelledError",
-    "WriterElsewhere",
-    "exclusive_keys",
-    "is_cancellation",
-]
-
 
 class SaveCancelledError(CheckpointError):
     """A save was cancelled. Users do not see it: futures report themselves as cancelled instead."""

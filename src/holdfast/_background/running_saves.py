@@ -15,8 +15,6 @@ from holdfast._background.running_save import RunningSave, exclusive_keys
 from holdfast._ranks.exchange import Alone, Exchange
 from holdfast.errors import WRAPPED_EXCEPTION, CheckpointException, portable_failure
 
-__all__ = ["RunningSaves", "Scope", "running_saves"]
-
 
 class Scope:
     """Those who save together: a process group, or this process alone.

@@ -17,8 +17,6 @@ from holdfast._engine.save import run_save
 from holdfast._ranks.exchange import Exchange
 from holdfast.metadata import Metadata
 
-__all__ = ["SaveThread"]
-
 logger = logging.getLogger(__name__)
 
 # More would starve it where all cores are busy: there 256 MiB took 0.3 to 0.4 s at 0, 0.5 to 0.8 s at 5

@@ -19,8 +19,6 @@ from holdfast._background.running_save import RunningSave
 from holdfast._background.running_saves import running_saves
 from holdfast.errors import UsageError
 
-__all__ = ["GRACE_VARIABLE", "prepare_for_shutdown", "set_grace_period"]
-
 GRACE_VARIABLE = "HOLDFAST_GRACE_PERIOD"
 
 # How long a cancelled save may take to remove its files before the process ends anyway.

@@ -12,8 +12,6 @@ from holdfast._staging.stage import Staging
 from holdfast._staging.staged import StagedState
 from holdfast._writer_process.process_writer import ProcessWriter
 
-__all__ = ["CopySource", "StateCopy", "stager_keys", "take_copy"]
-
 _ours: dict[bool, Staging] = {}
 """For callers who bring no stager. Kept for the next save: touching new memory costs more than copying."""
 

@@ -27,16 +27,6 @@ from holdfast.planner import SavePlan
 from holdfast.staging import BlockingAsyncStager
 from holdfast.storage import StorageWriter, WriteResult
 
-__all__ = [
-    "adapt_load_planner",
-    "adapt_reader",
-    "adapt_save_planner",
-    "adapt_writer",
-    "gives_leases",
-    "place_of",
-    "stages_itself",
-]
-
 
 def adapt_save_planner(planner: Any) -> SavePlannerPort:
     """The port of a save planner, whoever wrote it."""

@@ -12,8 +12,6 @@ from holdfast.errors import CheckpointNotFoundError
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan
 
-__all__ = ["run_load"]
-
 
 def run_load(
     state_dict: dict[str, Any],

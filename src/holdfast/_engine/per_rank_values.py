@@ -16,8 +16,6 @@ from holdfast.metadata import Metadata
 from holdfast.per_rank import PerRank, rank_key, rank_name
 from holdfast.stateful import Stateful
 
-__all__ = ["LoadByRank", "split_by_rank"]
-
 
 def split_by_rank(
     state: dict[str, Any], planner: SavePlannerPort, *, rank: int, world_size: int

@@ -15,14 +15,6 @@ from holdfast.metadata import Metadata, StorageMeta
 from holdfast.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from holdfast.storage import StorageReader, StorageWriter, WriteResult
 
-__all__ = [
-    "Fingerprints",
-    "LoadPlannerPort",
-    "ReaderPort",
-    "SavePlannerPort",
-    "WriterPort",
-]
-
 Fingerprints = Mapping[tuple[int, ...] | None, Mapping[str, bytes]]
 """For each set of ranks that must hold the same (None for all ranks) the fingerprint of each value."""
 

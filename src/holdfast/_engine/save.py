@@ -14,8 +14,6 @@ from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan
 from holdfast.storage import WriteResult
 
-__all__ = ["run_save"]
-
 # Metadata of more items than this is not sent to every rank: few ranks ever look at it.
 _MOST_SENT = 20_000
 

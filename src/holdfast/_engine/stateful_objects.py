@@ -10,8 +10,6 @@ import torch
 from holdfast.errors import UsageError
 from holdfast.stateful import Stateful
 
-__all__ = ["OpenedState", "open_states", "return_states"]
-
 
 @dataclass(frozen=True)
 class OpenedState:

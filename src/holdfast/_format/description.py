@@ -14,8 +14,6 @@ from typing import Any, Literal
 
 import msgspec
 
-__all__ = ["OBJECT", "TENSOR", "Description", "Directory", "column", "concatenated", "find_bad_box", "ints"]
-
 TENSOR, OBJECT = 0, 1
 """The kinds of a key."""
 

@@ -23,8 +23,6 @@ from holdfast._format.torch_item_zip import CENTRAL, END, FLAG_DESCRIPTOR, LOCAL
 from holdfast._geometry import row_major_strides, volume
 from holdfast.errors import UsageError
 
-__all__ = ["ItemFrame", "bytes_item", "tensor_item"]
-
 # One cache line, and what torch itself keeps; a page where direct reads and memory maps want one. Half a
 # page of padding is under 0.4 % of what it is paid for.
 SMALL_ALIGNMENT = 64

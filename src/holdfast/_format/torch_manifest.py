@@ -10,8 +10,6 @@ from holdfast._format.manifest import Manifest
 from holdfast._format.torch_pickle_records import TorchMetadata, TorchStorage, TorchTensor
 from holdfast.errors import MetadataFormatError
 
-__all__ = ["manifest_of_torch"]
-
 _NO_PLACE = TorchStorage("", 0, -1)
 _BLOCK_SIZE = 1 << 20
 

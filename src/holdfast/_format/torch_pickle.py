@@ -36,8 +36,6 @@ from holdfast._format.torch_pickle_records import (
 from holdfast._format.torch_pickle_rows import Rows
 from holdfast.errors import IntegrityError, MetadataFormatError, UnsafeMetadataError
 
-__all__ = ["read_plain_pickle", "read_torch_metadata"]
-
 _T = TypeVar("_T")
 
 _LIMIT = 2**63

@@ -12,8 +12,6 @@ from holdfast._format.torch_pickle_names import LAYOUTS, MEMORY_FORMATS
 from holdfast._format.torch_pickle_records import Ints, TorchProperties
 from holdfast.errors import UsageError
 
-__all__ = ["Emitter", "size_opcodes"]
-
 _METADATA = b"torch.distributed.checkpoint.metadata"
 _GLOBALS = {
     "Metadata": _METADATA,

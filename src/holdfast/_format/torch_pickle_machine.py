@@ -18,8 +18,6 @@ from typing import Any, NoReturn, Protocol
 from holdfast._format.torch_pickle_names import Built, Call, Record, Symbol, add_to_dict, add_to_set
 from holdfast.errors import MetadataFormatError, TruncatedFileError, UnsafeMetadataError
 
-__all__ = ["DAMAGE", "Machine", "RowReader"]
-
 _FLOAT = struct.Struct(">d")
 _STOP, _MEMOIZE = pickle.STOP[0], pickle.MEMOIZE[0]
 _GET_WIDTH = {pickle.BINGET[0]: 1, pickle.LONG_BINGET[0]: 4}

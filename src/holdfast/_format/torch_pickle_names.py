@@ -13,29 +13,6 @@ from typing import Any
 
 from holdfast._format.dtypes import DTYPES
 
-__all__ = [
-    "ALLOWED",
-    "CHUNK",
-    "INDEX",
-    "MAX_NDIM",
-    "METADATA",
-    "OBJECT",
-    "ORDERED_DICT",
-    "PROPERTIES",
-    "SIZE",
-    "STORAGE_INFO",
-    "STORAGE_META",
-    "TENSOR",
-    "Built",
-    "Call",
-    "IndexKey",
-    "Record",
-    "Symbol",
-    "add_to_dict",
-    "add_to_set",
-    "make_size",
-]
-
 # torch itself refuses more than 64 dimensions.
 MAX_NDIM = 64
 _MAX_KEY_PARTS = MAX_NDIM + 8

@@ -15,8 +15,6 @@ from holdfast._plan.metadata_entries import boxes_column, properties_in_words
 from holdfast._plan.write_columns import SHARD, WriteColumns
 from holdfast.errors import InvalidPlanError
 
-__all__ = ["AllPlans"]
-
 
 class AllPlans:
     """The items of all ranks' plans: one row for each, rank after rank.

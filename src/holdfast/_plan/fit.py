@@ -17,8 +17,6 @@ from holdfast.errors import PlanError
 from holdfast.metadata import Metadata
 from holdfast.per_rank import rank_key
 
-__all__ = ["Fit", "plan_load"]
-
 logger = logging.getLogger(__name__)
 _MOST_NAMED = 20
 

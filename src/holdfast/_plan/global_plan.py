@@ -20,8 +20,6 @@ from holdfast._plan.write_columns import WriteColumns, WriteItems, columns_of, i
 from holdfast.metadata import Metadata, MetadataIndex
 from holdfast.planner import SavePlan, WriteItem
 
-__all__ = ["describe", "find_problems", "merge"]
-
 
 def merge(
     plans: list[SavePlan], *, lowest_rank: bool, may_split: bool = False

@@ -23,19 +23,6 @@ from holdfast.metadata import (
     TensorStorageMetadata,
 )
 
-__all__ = [
-    "MetadataEntries",
-    "boxes_column",
-    "chunk_boxes",
-    "column_of",
-    "description_of",
-    "directory_of",
-    "dtypes_of",
-    "is_one_whole_chunk",
-    "numbers_of",
-    "properties_in_words",
-]
-
 
 class MetadataEntries(DeferredEntries[STORAGE_TYPES]):
     """``Metadata.state_dict_metadata``: columns until somebody looks at a key, and then that key alone.

@@ -17,18 +17,6 @@ from holdfast._plan.interning import pack, unpack
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from holdfast.planner import BytesIOWriteData, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-__all__ = [
-    "BYTE_IO",
-    "SHARD",
-    "TENSOR",
-    "Form",
-    "Numbering",
-    "WriteColumns",
-    "WriteItems",
-    "columns_of",
-    "is_open",
-]
-
 TENSOR, SHARD, BYTE_IO = (kind.value for kind in WriteItemType)
 _TYPES = {kind.value: kind for kind in WriteItemType}
 

@@ -16,8 +16,6 @@ from typing_extensions import Self
 from holdfast._ranks.broadcast import Broadcast
 from holdfast.errors import CheckpointException
 
-__all__ = ["Alone", "Exchange"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 

@@ -21,8 +21,6 @@ from holdfast._ranks.messages import Segments, decode, encode
 from holdfast._ranks.worker import WorkerEnd
 from holdfast.errors import CheckpointException, UsageError, portable_failure
 
-__all__ = ["DEFAULT_PEER_TIMEOUT", "GroupExchange", "open_exchange"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 
