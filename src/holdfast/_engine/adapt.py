@@ -60,7 +60,7 @@ def adapt_reader(reader: Any) -> ReaderPort:
     ours: Any = our_storage_reader(reader)
     return ReaderPort(
         ours,
-        set_up=_with_known_keywords(ours.set_up_storage_reader, reader.set_up_storage_reader),
+        set_up_reader=_with_known_keywords(ours.set_up_storage_reader, reader.set_up_storage_reader),
         metadata_is_alike=_has_known(ours, "read_metadata"),
         has_rank_metadata=_takes_any_keyword(reader.read_metadata),
         passes_plans_on=_has_known(ours, "prepare_global_plan"),

@@ -4,8 +4,8 @@
 engine: planners and storages are handed each other's plugins, never each other's ports.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast._context import LoadContext, SaveContext
@@ -19,77 +19,41 @@ Fingerprints = Mapping[tuple[int, ...] | None, Mapping[str, bytes]]
 """For each set of ranks that must hold the same (None for all ranks) the fingerprint of each value."""
 
 
+@dataclass(frozen=True)
 class SavePlannerPort:
     """A save planner.
 
     Attributes:
-        plugin: The planner, as storages get it.
+        plugin: The planner, as storages get it; the engine calls the methods of its plans.
+        set_up: Gives the planner the state of this rank: ``set_up_planner`` with the keywords that it knows.
         flattens: Whether it gives each value of a nested state a key of its own.
         fingerprints: Returns the fingerprints of values that other ranks hold too; empty if the planner
             does not make any. Called after ``create_local_plan``.
     """
 
-    def __init__(
-        self,
-        plugin: SavePlanner,
-        *,
-        set_up: Callable[..., None],
-        flattens: bool,
-        fingerprints: Callable[[], Fingerprints],
-    ) -> None:
-        self.plugin = plugin
-        self.flattens = flattens
-        self.fingerprints = fingerprints
-        self._set_up = set_up
-
-    def set_up(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None, *, is_coordinator: bool
-    ) -> None:
-        """Give the planner the state of this rank."""
-        self._set_up(state_dict=state_dict, storage_meta=storage_meta, is_coordinator=is_coordinator)
-
-    def create_local_plan(self) -> SavePlan:
-        """What this rank can write."""
-        return self.plugin.create_local_plan()
-
-    def create_global_plan(self, plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """On the coordinator: what each rank must write, and the description of it all."""
-        return self.plugin.create_global_plan(plans)
+    plugin: SavePlanner
+    set_up: Callable[..., None]
+    flattens: bool
+    fingerprints: Callable[[], Fingerprints]
 
     def finish_plan(self, plan: SavePlan) -> SavePlan:
         """This rank's final plan, with the storage's own notes of this save: a cached plan has old ones."""
-        return dataclasses.replace(self.plugin.finish_plan(plan), storage_data=plan.storage_data)
+        return replace(self.plugin.finish_plan(plan), storage_data=plan.storage_data)
 
 
+@dataclass(frozen=True)
 class LoadPlannerPort:
     """A load planner.
 
     Attributes:
-        plugin: The planner, as storages get it.
+        plugin: The planner, as storages get it; the engine calls its methods.
         flattens: Whether it gives each value of a nested state a key of its own.
         passes_plans_on: Whether ``create_global_plan`` returns the plans as they are.
     """
 
-    def __init__(self, plugin: LoadPlanner, *, flattens: bool, passes_plans_on: bool) -> None:
-        self.plugin = plugin
-        self.flattens = flattens
-        self.passes_plans_on = passes_plans_on
-
-    def set_up(self, state_dict: dict[str, Any], metadata: Metadata, *, is_coordinator: bool) -> None:
-        """Give the planner the state of this rank, and what the checkpoint holds."""
-        self.plugin.set_up_planner(state_dict, metadata, is_coordinator)
-
-    def create_local_plan(self) -> LoadPlan:
-        """What this rank needs."""
-        return self.plugin.create_local_plan()
-
-    def create_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """On the coordinator: the plans of all ranks."""
-        return self.plugin.create_global_plan(plans)
-
-    def finish_plan(self, plan: LoadPlan) -> LoadPlan:
-        """This rank's final plan."""
-        return self.plugin.finish_plan(plan)
+    plugin: LoadPlanner
+    flattens: bool
+    passes_plans_on: bool
 
 
 class WriterPort:
@@ -152,11 +116,13 @@ class WriterPort:
         self.inner.abandon(outcome_is_known=outcome_is_known)
 
 
+@dataclass(frozen=True)
 class ReaderPort:
     """A storage reader.
 
     Attributes:
-        plugin: The storage reader itself.
+        plugin: The storage reader itself; the engine calls its methods that prepare plans.
+        set_up_reader: ``set_up_storage_reader`` with the keywords that it knows; see :meth:`set_up`.
         metadata_is_alike: Whether ``read_metadata`` returns the same on every rank and does nothing else.
         has_rank_metadata: Whether it can read what ranks wrote each for itself.
         passes_plans_on: Whether ``prepare_global_plan`` returns the plans as they are.
@@ -165,22 +131,12 @@ class ReaderPort:
             the function that reads, to be called on every rank. None if the reader cannot do that.
     """
 
-    def __init__(
-        self,
-        plugin: StorageReader,
-        *,
-        set_up: Callable[..., None],
-        metadata_is_alike: bool,
-        has_rank_metadata: bool,
-        passes_plans_on: bool,
-        read_together: Callable[[Callable[[], LoadPlan], LoadPlanner, Exchange], Callable[[], None]] | None,
-    ) -> None:
-        self.plugin = plugin
-        self.metadata_is_alike = metadata_is_alike
-        self.has_rank_metadata = has_rank_metadata
-        self.passes_plans_on = passes_plans_on
-        self.read_together = read_together
-        self._set_up = set_up
+    plugin: StorageReader
+    set_up_reader: Callable[..., None]
+    metadata_is_alike: bool
+    has_rank_metadata: bool
+    passes_plans_on: bool
+    read_together: Callable[[Callable[[], LoadPlan], LoadPlanner, Exchange], Callable[[], None]] | None
 
     def read_metadata(self) -> Metadata:
         """The metadata that all ranks share. Raises FileNotFoundError if there is none."""
@@ -195,21 +151,13 @@ class ReaderPort:
 
     def set_up(self, metadata: Metadata, context: LoadContext, *, use_collectives: bool) -> None:
         """Tell the reader of the load that begins."""
-        self._set_up(
+        self.set_up_reader(
             metadata,
             context.is_coordinator,
             rank=context.rank,
             use_collectives=use_collectives,
             context=context,
         )
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """See what this rank needs."""
-        return self.plugin.prepare_local_plan(plan)
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """On the coordinator: see what all ranks need."""
-        return self.plugin.prepare_global_plan(plans)
 
     def read(self, plan: LoadPlan, planner: LoadPlannerPort) -> None:
         """Read what the plan says, and hand it to the planner."""

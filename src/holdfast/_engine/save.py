@@ -71,13 +71,15 @@ def _run(
 
     def offer() -> tuple[SavePlan, dict[Holders, bytes]]:
         state = split_by_rank(state_dict, planner, rank=exchange.rank, world_size=exchange.group_size)
-        planner.set_up(state, writer.storage_meta(), is_coordinator=exchange.is_coordinator)
+        planner.set_up(
+            state_dict=state, storage_meta=writer.storage_meta(), is_coordinator=exchange.is_coordinator
+        )
         writer.set_up(context)
-        return writer.prepare_local_plan(planner.create_local_plan()), replicas.together()
+        return writer.prepare_local_plan(planner.plugin.create_local_plan()), replicas.together()
 
     def merge(offers: list[tuple[SavePlan, dict[Holders, bytes]]]) -> list[tuple[SavePlan, bool]]:
         nonlocal metadata, planned
-        plans, metadata = planner.create_global_plan([plan for plan, _ in offers])
+        plans, metadata = planner.plugin.create_global_plan([plan for plan, _ in offers])
         planned = writer.prepare_global_plan(plans)
         values_differ = differ(marks for _, marks in offers)
         return [(plan, values_differ) for plan in planned]
