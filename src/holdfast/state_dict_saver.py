@@ -294,7 +294,7 @@ def async_save(
             running,
             future,
             exchange,
-            obtain=CopySource(copy, writer, future, running, in_process=in_process),
+            obtain=CopySource(copy, writer, future.staged, running, in_process),
             planner=adapt_save_planner(DefaultSavePlanner() if planner is None else planner),
             use_collectives=use_collectives,
             release=copy.release,

@@ -6,6 +6,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast._background.cancellable_writer import CancellableWriter
@@ -24,13 +25,14 @@ logger = logging.getLogger(__name__)
 _NICENESS = 5
 
 
+@dataclass
 class SaveThread:
     """One save, from the moment when the state is staged or is being staged.
 
     The thread is not a daemon: the interpreter waits for it when the program ends, however that comes about,
     before anything that it needs is taken down.
 
-    Args:
+    Attributes:
         running: Its shared state.
         future: What the caller is given.
         exchange: Opened by the trainer's thread, left by this one.
@@ -41,36 +43,24 @@ class SaveThread:
         release: Called in the thread when the staged state is not needed any more.
     """
 
-    def __init__(
-        self,
-        running: RunningSave,
-        future: SaveFuture,
-        exchange: Exchange,
-        *,
-        obtain: Callable[[], tuple[dict[str, Any], WriterPort]],
-        planner: SavePlannerPort,
-        use_collectives: bool,
-        release: Callable[[], None],
-    ) -> None:
-        self._running = running
-        self._future: SaveFuture | None = future
-        self._exchange: Exchange | None = exchange
-        self._obtain: Callable[[], tuple[dict[str, Any], WriterPort]] | None = obtain
-        self._planner: SavePlannerPort | None = planner
-        self._use_collectives = use_collectives
-        self._release: Callable[[], None] | None = release
+    running: RunningSave
+    future: SaveFuture
+    exchange: Exchange
+    obtain: Callable[[], tuple[dict[str, Any], WriterPort]]
+    planner: SavePlannerPort
+    use_collectives: bool
+    release: Callable[[], None]
 
     def start(self) -> None:
         """Start the thread. Raises RuntimeError if the system has none to give; then nothing has begun."""
-        thread = threading.Thread(target=self._run, name=f"holdfast-save-{self._running.number}")
+        thread = threading.Thread(target=self._run, name=f"holdfast-save-{self.running.number}")
         thread.daemon = False  # also where the thread that calls is one
-        running_saves.add(self._running)
+        running_saves.add(self.running)
         try:
             thread.start()
         except BaseException:
-            self._running.ended.set()
-            assert self._future is not None
-            self._future.give_up()
+            self.running.ended.set()
+            self.future.give_up()
             raise
 
     def _run(self) -> None:
@@ -86,27 +76,22 @@ class SaveThread:
         self._end(metadata, error)
 
     def _save(self) -> Metadata:
-        assert self._exchange is not None
-        assert self._obtain is not None
-        assert self._planner is not None
-        with self._exchange:
-            state, writer = self._obtain()
-            self._running.check()
+        with self.exchange:
+            state, writer = self.obtain()
+            self.running.check()
             return run_save(
                 state,
-                self._planner,
-                CancellableWriter(writer, self._running),
-                self._exchange,
-                use_collectives=self._use_collectives,
-                progress=self._running.tracker,
+                self.planner,
+                CancellableWriter(writer, self.running),
+                self.exchange,
+                use_collectives=self.use_collectives,
+                progress=self.running.tracker,
             )
 
     def _end(self, metadata: Metadata | None, error: BaseException | None) -> None:
         """Free everything, then finish the future: its callbacks may begin the next save at once."""
-        running, future, release = self._running, self._future, self._release
-        assert future is not None
-        assert release is not None
-        self._future = self._exchange = self._obtain = self._planner = self._release = None
+        running, future, release = self.running, self.future, self.release
+        vars(self).clear()
         try:
             release()
         except Exception as failure:  # noqa: BLE001 - a stranger's stager may raise anything

@@ -97,12 +97,7 @@ class Exchange(abc.ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(  # noqa: B027 - a process alone has nobody to tell
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:  # noqa: B027
         """Leave the exchange; a rank that leaves by an exception tells the others."""
 
 

@@ -217,12 +217,7 @@ class GroupExchange(Exchange):
         with _raising_for_all():
             self._end.raise_if_given_up(self._number, self._last_step)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         """End the session for this rank, or for all if it leaves by an error of its own."""
         if not self._abandon.alive:
             return
