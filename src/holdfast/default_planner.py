@@ -344,9 +344,6 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
         """The box of the state's own memory that the item fills."""
         return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
 
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Do nothing: ``resolve_tensor`` returned the state's own memory."""
-
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """The tensor, or the local chunk of it, that ``index`` names. For subclasses to extend."""
         return find_chunk(self.state_dict[index.fqn], index)

@@ -124,18 +124,6 @@ def load_state_dict(
     planner: LoadPlanner | None = None,
 ) -> None:
     """The name of :func:`load` before torch 2.2. Stateful objects are not opened."""
-    _load_state_dict(state_dict, storage_reader, process_group, coordinator_rank, no_dist, planner)
-
-
-def _load_state_dict(
-    state_dict: dict[str, Any],
-    storage_reader: StorageReader,
-    process_group: dist.ProcessGroup | None = None,
-    coordinator_rank: int = 0,
-    no_dist: bool = False,
-    planner: LoadPlanner | None = None,
-) -> None:
-    """The same without the warning; programs call it by this name of torch's."""
     with open_exchange(
         process_group, purpose="load", no_dist=no_dist, coordinator_rank=coordinator_rank
     ) as exchange:
@@ -147,6 +135,10 @@ def _load_state_dict(
             adapt_reader(storage_reader),
             exchange,
         )
+
+
+# The same without the warning; programs call it by this name of torch's.
+_load_state_dict: Callable[..., None] = load_state_dict.__wrapped__  # type: ignore[attr-defined]
 
 
 def _load_state_dict_from_keys(

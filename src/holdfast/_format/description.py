@@ -36,22 +36,10 @@ class Description(msgspec.Struct, kw_only=True):
 
         For an object there are no properties. A key has one item for each chunk, an object has one.
         """
-        # Lists, because making a list of a slice of one is several times as fast as of a column.
-        ndims, property_ids = iter(self.tensor_ndims), iter(ints(self.tensor_properties, "I").tolist())
-        counts = iter(ints(self.tensor_chunks, "I").tolist())
-        shapes = ints(self.tensor_shapes, "q").tolist()
-        offsets, lengths = ints(self.chunk_offsets, "q").tolist(), ints(self.chunk_lengths, "q").tolist()
-        shape_at = box_at = 0
-        for key, kind in zip(self.keys, self.kinds, strict=True):
-            if kind == OBJECT:
-                yield key, None, [], []
-                continue
-            ndim, count = next(ndims), next(counts)
-            shape, shape_at = shapes[shape_at : shape_at + ndim], shape_at + ndim
-            ends = range(box_at + ndim, box_at + ndim * count + 1, ndim) if ndim else [box_at] * count
-            chunks = [(offsets[end - ndim : end], lengths[end - ndim : end]) for end in ends]
-            box_at += ndim * count
-            yield key, next(property_ids), shape, chunks
+        directory = Directory(self)
+        for number, (key, kind) in enumerate(zip(self.keys, self.kinds, strict=True)):
+            properties = None if kind == OBJECT else directory.properties[number]
+            yield key, properties, directory.shape(number), directory.boxes(number)
 
     def all_are_whole(self) -> bool:
         """Whether every tensor is one chunk: what most states with many keys are."""
@@ -93,8 +81,7 @@ class Directory:
         ndim = list(columns.tensor_ndims)
         rows = count
         if any(columns.kinds):
-            spread = _spreading(columns.kinds)
-            count, properties, ndim = spread(count), spread(properties), spread(ndim)
+            count, properties, ndim = (_spread(values, columns.kinds) for values in (count, properties, ndim))
             # OBJECT is 1, and an object has one item.
             rows = list(map(add, count, columns.kinds))
         self.count, self.properties, self.ndim = count, properties, ndim
@@ -121,14 +108,10 @@ class Directory:
         return [(offsets[at : at + ndim], lengths[at : at + ndim]) for at in range(0, end - begin, ndim)]
 
 
-def _spreading(kinds: bytes) -> Any:
-    """Turns a column with an entry for each tensor into one for each key; 0 for an object."""
-
-    def spread(values: list[int]) -> list[int]:
-        following = iter(values)
-        return [0 if kind else next(following) for kind in kinds]
-
-    return spread
+def _spread(values: list[int], kinds: bytes) -> list[int]:
+    """Turn a column with an entry for each tensor into one for each key; 0 for an object."""
+    following = iter(values)
+    return [0 if kind else next(following) for kind in kinds]
 
 
 def ints(column: bytes, typecode: Literal["q", "I", "B"]) -> "memoryview[int]":
