@@ -7,9 +7,9 @@ is integers and tuples; no array is ever made.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from math import prod
-from operator import add, itemgetter, lt, sub
+from operator import add, itemgetter, lt, mul, sub
 from typing import Any, Literal, NamedTuple, TypeVar
 
 # Two piles of n equal boxes overlap in n * n pairs; nobody reads more than a few.
@@ -37,13 +37,8 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
     An empty dimension counts as one element, as torch counts it, so that strides are never 0.
     """
-    strides: list[int] = []
-    step = 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= length or 1
-    strides.reverse()
-    return tuple(strides)
+    steps = accumulate((length or 1 for length in shape[:0:-1]), mul, initial=1)
+    return tuple(reversed([*steps][: len(shape)]))
 
 
 def contains(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> bool:

@@ -33,6 +33,7 @@ an attribute that does not apply is None.
 Errors pickle, because they travel between ranks and processes.
 """
 
+import functools
 import pickle
 import traceback
 from collections.abc import Mapping
@@ -258,7 +259,7 @@ class CheckpointException(CheckpointError):  # noqa: N818 - the name is torch's
         portable = {rank: portable_failure(failure) for rank, failure in self._failures.items()}
         if type(self) in _JOINED.values():
             return CheckpointException.of, (self.step, portable)
-        return _rebuild_exception, (type(self), self.args[0], portable, self.step)
+        return functools.partial(type(self), step=self.step), (self.args[0], portable)
 
 
 _JOINED: dict[type[BaseException], type[CheckpointException]] = {}
@@ -276,12 +277,6 @@ def _os_details(error: BaseException) -> dict[str, Any]:
     if not isinstance(error, OSError):
         return {}
     return {"errno": error.errno, "strerror": error.strerror, "filename": error.filename}
-
-
-def _rebuild_exception(
-    cls: type[CheckpointException], msg: str, failures: dict[int, WRAPPED_EXCEPTION], step: str | None
-) -> CheckpointException:
-    return cls(msg, failures, step=step)
 
 
 def portable_failure(failure: WRAPPED_EXCEPTION) -> WRAPPED_EXCEPTION:

@@ -70,7 +70,8 @@ class RunningSaves:
     def add(self, save: RunningSave) -> None:
         """Add a save that begins."""
         with self._lock:
-            self._saves = [known for known in self._saves if _matters(known)] + [save]
+            matter = [known for known in self._saves if not known.ended.is_set() or known.is_unseen_failure]
+            self._saves = [*matter, save]
 
     def running(self) -> list[RunningSave]:
         """The saves that have not ended."""
@@ -179,10 +180,6 @@ class RunningSaves:
         """Forget all saves: a forked child does not run those of its parent."""
         self._lock = threading.Lock()
         self._saves = []
-
-
-def _matters(save: RunningSave) -> bool:
-    return not save.ended.is_set() or save.is_unseen_failure
 
 
 def _together(ranks: Sequence[_Findings]) -> _Findings:

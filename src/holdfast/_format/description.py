@@ -8,11 +8,13 @@ import itertools
 import math
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from operator import add, gt, mul
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
+
+H = TypeVar("H", bound=Hashable)
 
 TENSOR, OBJECT = 0, 1
 """The kinds of a key."""
@@ -66,11 +68,6 @@ class Directory:
         offsets: See above.
         lengths: See above.
     """
-
-    __slots__ = (
-        *("box_at", "columns", "count", "kinds", "lengths", "ndim", "numbers", "offsets", "properties"),
-        *("row", "shape_at", "shapes"),
-    )
 
     def __init__(self, columns: Description) -> None:
         self.columns = columns
@@ -130,6 +127,13 @@ def column(values: Iterable[int], typecode: str) -> bytes:
         packed = array(typecode, packed)
         packed.byteswap()
     return packed.tobytes()
+
+
+def numbered(values: Iterable[H]) -> tuple[list[H], list[int]]:
+    """The different values in the order in which they come, and for each value its number among them."""
+    numbers: dict[H, int] = {}
+    used = [numbers.setdefault(value, len(numbers)) for value in values]
+    return list(numbers), used
 
 
 def concatenated(rows: Iterable[Sequence[int]]) -> Iterable[int]:

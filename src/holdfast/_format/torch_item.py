@@ -55,11 +55,6 @@ class ItemFrame:
             ``before``.
     """
 
-    __slots__ = (
-        *("_after", "_alignment", "_before", "_combine", "_descriptor", "_directory", "_end", "_header"),
-        *("_lead", "_unpadded", "_wide", "payload_nbytes", "tail_nbytes"),
-    )
-
     def __init__(
         self,
         records: list[tuple[bytes, bytes]],

@@ -149,7 +149,8 @@ def _make_set(items: object = ()) -> set[Any]:
     return made
 
 
-def _make_frozenset(items: object = ()) -> frozenset[Any]:
+def make_frozenset(items: object = ()) -> frozenset[Any]:
+    """The frozenset of a list of members, as ``add_to_set`` takes them."""
     return frozenset(_make_set(items))
 
 
@@ -248,7 +249,7 @@ ALLOWED: dict[tuple[str, str], Record | Call | Symbol] = {
             ("bytes", Call("bytes", lambda: b"")),
             ("bytearray", Call("bytearray", _make_bytearray, copies=True)),
             ("set", Call("set", _make_set, copies=True)),
-            ("frozenset", Call("frozenset", _make_frozenset, copies=True)),
+            ("frozenset", Call("frozenset", make_frozenset, copies=True)),
         )
     },
 }

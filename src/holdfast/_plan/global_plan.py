@@ -63,7 +63,7 @@ def describe(
 
 
 def _with_hints(plan: SavePlan, columns: WriteColumns, hints: "array[int]") -> SavePlan:
-    items: list[WriteItem] = WriteItems(columns.with_hints(hints))
+    items: list[WriteItem] = WriteItems(dataclasses.replace(columns, hints=hints))
     if is_open(plan):
         items = [
             item if hint < 0 or item.index.index == hint else _hinted(item, hint)

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 
 from holdfast._deferred import DeferredEntries, DeferredList
-from holdfast._format.description import OBJECT, TENSOR, Description, Directory, column, concatenated
+from holdfast._format.description import (
+    OBJECT,
+    TENSOR,
+    Description,
+    Directory,
+    column,
+    concatenated,
+    numbered,
+)
 from holdfast.errors import MetadataFormatError
 from holdfast.metadata import (
     MEMORY_FORMATS,
@@ -85,15 +93,11 @@ def description_of(metadata: Metadata) -> Description:
         return entries.columns
     tensors = [entry for entry in entries.values() if isinstance(entry, TensorStorageMetadata)]
     chunks = [chunk for entry in tensors for chunk in entry.chunks]
-    numbers: dict[Any, int] = {}
-    used = [
-        numbers.setdefault(properties_in_words(*entry.properties.__getstate__()), len(numbers))
-        for entry in tensors
-    ]
+    properties, used = numbered(properties_in_words(*entry.properties.__getstate__()) for entry in tensors)
     return Description(
         keys=list(entries),
         kinds=bytes(TENSOR if isinstance(e, TensorStorageMetadata) else OBJECT for e in entries.values()),
-        properties=list(numbers),
+        properties=properties,
         tensor_properties=column(used, "I"),
         tensor_ndims=bytes(len(entry.size) for entry in tensors),
         tensor_shapes=column(concatenated(entry.size for entry in tensors), "q"),

@@ -6,7 +6,7 @@ two numbers, which refer to short lists: one of forms, one of offsets.
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -102,10 +102,6 @@ class WriteColumns:
             self.offsets.copy(),
             {at: self.nbytes[n] for at, n in enumerate(numbers) if n in self.nbytes} if self.nbytes else {},
         )
-
-    def with_hints(self, hints: "array[int]") -> "WriteColumns":
-        """The same items with other hints."""
-        return replace(self, hints=hints)
 
     def items(self) -> Iterator[WriteItem]:
         """The items as records."""
