@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast._background.cancellable_writer import CancellableWriter
 from holdfast._background.running_save import RunningSave, is_cancellation
 from holdfast._background.running_saves import running_saves
 from holdfast._background.save_future import SaveFuture
@@ -64,7 +63,7 @@ class SaveThread:
             raise
 
     def _run(self) -> None:
-        self._running.thread = threading.get_ident()
+        self.running.thread = threading.get_ident()
         _lower_priority()
         metadata: Metadata | None = None
         error: BaseException | None = None
@@ -82,10 +81,11 @@ class SaveThread:
             return run_save(
                 state,
                 self.planner,
-                CancellableWriter(writer, self.running),
+                writer,
                 self.exchange,
                 use_collectives=self.use_collectives,
                 progress=self.running.tracker,
+                cancellation=self.running,
             )
 
     def _end(self, metadata: Metadata | None, error: BaseException | None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from holdfast._context import LoadContext, SaveContext
 from holdfast._ranks.exchange import Exchange
 from holdfast._torch_compat import to_ours
-from holdfast.metadata import Metadata, StorageMeta
+from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from holdfast.storage import StorageReader, StorageWriter, WriteResult
 
@@ -56,64 +56,54 @@ class LoadPlannerPort:
     passes_plans_on: bool
 
 
+@dataclass
 class WriterPort:
-    """A storage writer; passes every call on to another port. Subclasses override what they do differently.
-
-    Methods are called in the order in which they stand here.
+    """A storage writer. Its methods are called in the order in which they stand here.
 
     Attributes:
-        inner: The port that calls are passed on to.
-        plugin: The storage writer itself.
+        plugin: The storage writer itself; the engine calls its methods that prepare plans.
+        set_up_writer: ``set_up_storage_writer`` with the keywords that it knows; see :meth:`set_up`.
+        expect_files: Takes a plan, and notes the files that ``write`` will make for it, in case a process
+            other than this one makes them.
+        summary_of: On the coordinator: what the other ranks are told of the committed checkpoint, given its
+            metadata: that itself, or less if the writer can find the metadata again.
+        abandon_save: Called by :meth:`abandon`.
     """
 
-    inner: "WriterPort"
-
-    def __init__(self, inner: "WriterPort") -> None:
-        self.inner = inner
-        self.plugin: StorageWriter = inner.plugin
-
-    def storage_meta(self) -> StorageMeta | None:
-        """What the planner must know of the storage."""
-        return self.inner.storage_meta()
+    plugin: StorageWriter
+    set_up_writer: Callable[..., None]
+    expect_files: Callable[[SavePlan], None]
+    summary_of: Callable[[Metadata], Any]
+    abandon_save: Callable[..., None]
 
     def set_up(self, context: SaveContext) -> None:
         """Tell the writer of the save that begins."""
-        self.inner.set_up(context)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make ready for what this rank offers to write."""
-        return self.inner.prepare_local_plan(plan)
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: make ready for what all ranks write."""
-        return self.inner.prepare_global_plan(plans)
-
-    def expect_files(self, plan: SavePlan) -> None:
-        """Note the files that ``write`` will make, in case a process other than this one makes them."""
-        self.inner.expect_files(plan)
+        self.set_up_writer(
+            context.is_coordinator,
+            rank=context.rank,
+            use_collectives=context.use_collectives,
+            context=context,
+        )
 
     def write(self, plan: SavePlan, planner: SavePlannerPort) -> list[WriteResult]:
         """Write what the plan says, and return when it is on stable storage."""
-        return self.inner.write(plan, planner)
+        return self.plugin.write_data(plan, planner.plugin).wait()
 
     def commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator: make the checkpoint exist."""
-        self.inner.commit(metadata, results)
-
-    def summary_of(self, metadata: Metadata) -> Any:
-        """On the coordinator: what the other ranks are told of the committed checkpoint.
-
-        It is the metadata itself, or less if the writer can find the metadata again.
-        """
-        return self.inner.summary_of(metadata)
+        self.plugin.finish(metadata, results)
 
     def metadata_of(self, summary: Any) -> Metadata:
         """On the other ranks: the metadata that ``summary_of`` stands for."""
-        return self.inner.metadata_of(summary)
+        if isinstance(summary, Metadata):
+            return summary
+        finds_it: Any = self.plugin
+        metadata: Metadata = finds_it.metadata_later(summary)
+        return metadata
 
     def abandon(self, *, outcome_is_known: bool) -> None:
         """After a save that failed: remove what was written for it, if it is known not to be committed."""
-        self.inner.abandon(outcome_is_known=outcome_is_known)
+        self.abandon_save(outcome_is_known=outcome_is_known)
 
 
 @dataclass(frozen=True)
