@@ -78,7 +78,7 @@ class GroupExchange(Exchange):
 
     def __init__(self, channel: Channel, purpose: str, peer_timeout: float) -> None:
         self.rank = channel.rank
-        self.world_size = len(channel.addresses)
+        self.world_size = self.group_size = len(channel.addresses)
         self.is_coordinator = isinstance(channel.end, CoordinatorEnd)
         self._channel = channel
         self._end = channel.end

@@ -128,7 +128,7 @@ class FakeExchange(Exchange):
 
     def __init__(self, group: FakeGroup, rank: int, series: int = 0, coordinator_rank: int = 0) -> None:
         self.rank = rank
-        self.world_size = group.world_size
+        self.world_size = self.group_size = group.world_size
         self.is_coordinator = rank == coordinator_rank
         self._coordinator = coordinator_rank
         self._group = group
