@@ -93,8 +93,9 @@ def return_states(original: dict[Any, Any], opened: dict[Any, Any], found: list[
 
 def _put_all_back(original: Any, opened: Any, states: set[int]) -> None:
     """Put loaded values into the original containers; what stands for an object is left to the object."""
+    is_list = isinstance(original, list)
     for key, value in entries_of(opened):
-        before = original[key] if isinstance(original, list) else original.get(key, _ABSENT)
+        before = original[key] if is_list else original.get(key, _ABSENT)
         # Most of what stands in a state is where it was.
         if before is value or id(value) in states:
             continue
