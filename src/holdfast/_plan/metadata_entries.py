@@ -117,12 +117,6 @@ def column_of(numbers: torch.Tensor, *, small: bool = False) -> bytes:
     )
 
 
-def numbers_of(column: bytes, *, small: bool = False) -> torch.Tensor:
-    """A column of 64 bits each, or of 32, as a new tensor; only for little-endian machines."""
-    dtype = torch.int32 if small else torch.int64
-    return torch.frombuffer(bytearray(column), dtype=dtype) if column else torch.empty(0, dtype=dtype)
-
-
 def boxes_column(sizes: Sequence[Sequence[int]], used: torch.Tensor) -> bytes:
     """The numbers of sizes of different lengths, one size after the other, as a column."""
     most = max(map(len, sizes), default=0)
