@@ -90,32 +90,23 @@ __all__ = [
 ]
 
 _HOME = {
-    "BytesStorageMetadata": "metadata",
-    "CheckpointError": "errors",
-    "CheckpointException": "errors",
-    "ChunkStorageMetadata": "metadata",
-    "DefaultLoadPlanner": "default_planner",
-    "DefaultSavePlanner": "default_planner",
-    "FileSystemReader": "filesystem",
-    "FileSystemWriter": "filesystem",
-    "LoadPlan": "planner",
-    "LoadPlanner": "planner",
-    "Metadata": "metadata",
-    "MetadataIndex": "metadata",
-    "PerRank": "per_rank",
-    "ReadItem": "planner",
-    "SavePlan": "planner",
-    "SavePlanner": "planner",
-    "Stateful": "stateful",
-    "StorageReader": "storage",
-    "StorageWriter": "storage",
-    "TensorStorageMetadata": "metadata",
-    "WriteItem": "planner",
-    "async_save": "state_dict_saver",
-    "load": "state_dict_loader",
-    "load_state_dict": "state_dict_loader",
-    "save": "state_dict_saver",
-    "save_state_dict": "state_dict_saver",
+    name: module
+    for module, names in {
+        "default_planner": ("DefaultLoadPlanner", "DefaultSavePlanner"),
+        "errors": ("CheckpointError", "CheckpointException"),
+        "filesystem": ("FileSystemReader", "FileSystemWriter"),
+        "metadata": (
+            *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+            "TensorStorageMetadata",
+        ),
+        "per_rank": ("PerRank",),
+        "planner": ("LoadPlan", "LoadPlanner", "ReadItem", "SavePlan", "SavePlanner", "WriteItem"),
+        "state_dict_loader": ("load", "load_state_dict"),
+        "state_dict_saver": ("async_save", "save", "save_state_dict"),
+        "stateful": ("Stateful",),
+        "storage": ("StorageReader", "StorageWriter"),
+    }.items()
+    for name in names
 }
 """The module that each public name lives in."""
 

@@ -4,16 +4,15 @@ import functools
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from holdfast._io.places import local_path
 from holdfast.errors import UsageError
 from holdfast.filesystem import FileSystemReader, FileSystemWriter
 from holdfast.storage import StorageReader, StorageWriter
 
-__all__ = ["choose_reader", "choose_writer", "storage_may_come_second"]
-
 F = TypeVar("F", bound=Callable[..., Any])
+Place: TypeAlias = str | os.PathLike[str]
 
 
 def storage_may_come_second(keyword: str) -> Callable[[F], F]:
@@ -36,29 +35,24 @@ def storage_may_come_second(keyword: str) -> Callable[[F], F]:
     return decorate
 
 
-def choose_writer(
-    writer: StorageWriter | None, checkpoint_id: str | os.PathLike[str] | None
-) -> StorageWriter:
+def choose_writer(writer: StorageWriter | None, checkpoint_id: Place | None) -> StorageWriter:
     """The caller's writer at the caller's place, or a new one that suits the place."""
-    if writer is not None:
-        writer.reset(checkpoint_id)
-        return writer
-    writer = FileSystemWriter(_local_place(checkpoint_id, "storage_writer"))
-    writer.reset()
+    if writer is None:
+        writer = FileSystemWriter(_local_place(checkpoint_id, "storage_writer"))
+        checkpoint_id = None  # it is there already
+    writer.reset(checkpoint_id)
     return writer
 
 
-def choose_reader(
-    reader: StorageReader | None, checkpoint_id: str | os.PathLike[str] | None
-) -> StorageReader:
+def choose_reader(reader: StorageReader | None, checkpoint_id: Place | None) -> StorageReader:
     """The caller's reader at the caller's place, or a new one that suits the place."""
-    if reader is not None:
-        reader.reset(checkpoint_id)
-        return reader
-    return FileSystemReader(_local_place(checkpoint_id, "storage_reader"))
+    if reader is None:
+        return FileSystemReader(_local_place(checkpoint_id, "storage_reader"))
+    reader.reset(checkpoint_id)
+    return reader
 
 
-def _local_place(checkpoint_id: str | os.PathLike[str] | None, instead: str) -> str | os.PathLike[str]:
+def _local_place(checkpoint_id: Place | None, instead: str) -> Place:
     if not checkpoint_id:
         raise UsageError(
             f"where is the checkpoint? Its checkpoint_id must be specified, or a {instead} that knows"

@@ -19,7 +19,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from holdfast._format.item_table import StorageInfo
 from holdfast._known_methods import known_to_engine
 from holdfast._objects import decode_object, encode_object
-from holdfast._plan.fit import Fit, plan_load
+from holdfast._plan.fit import plan_load
 from holdfast._plan.flatten import Container, Path, Slot, containers_of, flatten, merge_structures, unflatten
 from holdfast._plan.global_plan import describe, find_problems, merge
 from holdfast._plan.local_plan import plan_local_save
@@ -344,9 +344,6 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
         """The box of the state's own memory that the item fills."""
         return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
 
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Do nothing: ``resolve_tensor`` returned the state's own memory."""
-
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """The tensor, or the local chunk of it, that ``index`` names. For subclasses to extend."""
         return find_chunk(self.state_dict[index.fqn], index)
@@ -457,8 +454,10 @@ def create_default_local_load_plan(
     Raises:
         PlanError: Something does not fit; the error lists everything that does not.
     """
-    fit = Fit(allow_missing=not strict, refuse_unexpected=refuse_unexpected, cast=cast)
-    return LoadPlan(ReadItems(plan_load(state_dict, metadata, fit)))
+    columns = plan_load(
+        state_dict, metadata, allow_missing=not strict, refuse_unexpected=refuse_unexpected, cast=cast
+    )
+    return LoadPlan(ReadItems(columns))
 
 
 def create_default_global_load_plan(all_plans: list[LoadPlan]) -> list[LoadPlan]:

@@ -33,6 +33,7 @@ an attribute that does not apply is None.
 Errors pickle, because they travel between ranks and processes.
 """
 
+import functools
 import pickle
 import traceback
 from collections.abc import Mapping
@@ -214,21 +215,16 @@ class CheckpointException(CheckpointError):  # noqa: N818 - the name is torch's
         # torch keeps both in args, and people read them there.
         self.args = (msg, dict(failures))
         self.step = step
-        self._failures = dict(failures)
-
-    @property
-    def failures(self) -> dict[int, WRAPPED_EXCEPTION]:
-        """The failed ranks, each with its exception and the stack summary of where it was raised."""
-        return self._failures
+        self.failures = dict(failures)
 
     def __str__(self) -> str:
-        if len(self._failures) == 1 and self.__cause__ in [error for error, _ in self._failures.values()]:
+        if len(self.failures) == 1 and self.__cause__ in [error for error, _ in self.failures.values()]:
             # A process alone: the cause's traceback is printed before this, and there are no ranks to tell.
             return f"{self.args[0]}: {''.join(_describe(self.__cause__)).rstrip()}"
-        ranks = ", ".join(str(rank) for rank in sorted(self._failures))
-        noun = "rank" if len(self._failures) == 1 else "ranks"
-        lines = [f"{self.args[0]} (failed on {noun} {ranks})" if self._failures else str(self.args[0])]
-        for rank, (error, trace) in sorted(self._failures.items()):
+        ranks = ", ".join(str(rank) for rank in sorted(self.failures))
+        noun = "rank" if len(self.failures) == 1 else "ranks"
+        lines = [f"{self.args[0]} (failed on {noun} {ranks})" if self.failures else str(self.args[0])]
+        for rank, (error, trace) in sorted(self.failures.items()):
             lines.append(f"rank {rank}: {''.join(_describe(error)).rstrip()}")
             if trace:
                 lines.append("".join(traceback.format_list(trace)).rstrip())
@@ -248,17 +244,17 @@ class CheckpointException(CheckpointError):  # noqa: N818 - the name is torch's
             kind = _joined_class(causes.pop()) if len(causes) == 1 else cls
             made = kind(f"{step} failed", failures, step=step)
             for name, value in {**_os_details(first), **vars(first)}.items():
-                if name not in ("step", "_failures"):
+                if name not in ("step", "failures"):
                     setattr(made, name, value)
         except Exception:  # noqa: BLE001 - a stranger's class may refuse to be inherited from in any way
             made = cls(f"{step} failed", failures, step=step)
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        portable = {rank: portable_failure(failure) for rank, failure in self._failures.items()}
+        portable = {rank: portable_failure(failure) for rank, failure in self.failures.items()}
         if type(self) in _JOINED.values():
             return CheckpointException.of, (self.step, portable)
-        return _rebuild_exception, (type(self), self.args[0], portable, self.step)
+        return functools.partial(type(self), step=self.step), (self.args[0], portable)
 
 
 _JOINED: dict[type[BaseException], type[CheckpointException]] = {}
@@ -276,12 +272,6 @@ def _os_details(error: BaseException) -> dict[str, Any]:
     if not isinstance(error, OSError):
         return {}
     return {"errno": error.errno, "strerror": error.strerror, "filename": error.filename}
-
-
-def _rebuild_exception(
-    cls: type[CheckpointException], msg: str, failures: dict[int, WRAPPED_EXCEPTION], step: str | None
-) -> CheckpointException:
-    return cls(msg, failures, step=step)
 
 
 def portable_failure(failure: WRAPPED_EXCEPTION) -> WRAPPED_EXCEPTION:

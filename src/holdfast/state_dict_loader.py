@@ -1,5 +1,6 @@
 """Loading a checkpoint."""
 
+import inspect
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -21,15 +22,6 @@ from holdfast.planner import LoadPlanner
 from holdfast.storage import StorageReader
 
 __all__ = ["load", "load_state_dict"]
-
-
-_NOT_GIVEN = {
-    "strict": None,
-    "cast": None,
-    "allow_partial_load": False,
-    "allow_pickle": False,
-    "safe_globals": (),
-}
 
 
 @storage_may_come_second("storage_reader")
@@ -99,18 +91,15 @@ def load(
     }
     with open_exchange(process_group, purpose="load", no_dist=no_dist, peer_timeout=peer_timeout) as exchange:
         running_saves.come_after(exchange, process_group, checkpoint_id, storage_reader, planner)
-        given = ", ".join(name for name, value in options.items() if value != _NOT_GIVEN[name])
+        defaults = inspect.signature(DefaultLoadPlanner).parameters
+        given = ", ".join(name for name, value in options.items() if value != defaults[name].default)
         if planner is not None and given:
             raise UsageError(f"give {given} to the planner that you pass, not to load")
         reader = choose_reader(storage_reader, checkpoint_id)
         opened, found = open_states(state_dict)
-        run_load(
-            opened,
-            adapt_load_planner(DefaultLoadPlanner(**options) if planner is None else planner),  # type: ignore[arg-type]
-            adapt_reader(reader),
-            exchange,
-            progress=ProgressTracker.reporting_to(on_progress),
-        )
+        chosen = DefaultLoadPlanner(**options) if planner is None else planner  # type: ignore[arg-type]
+        tracker = ProgressTracker.reporting_to(on_progress)
+        run_load(opened, adapt_load_planner(chosen), adapt_reader(reader), exchange, progress=tracker)
         return_states(state_dict, opened, found)
 
 
@@ -124,29 +113,17 @@ def load_state_dict(
     planner: LoadPlanner | None = None,
 ) -> None:
     """The name of :func:`load` before torch 2.2. Stateful objects are not opened."""
-    _load_state_dict(state_dict, storage_reader, process_group, coordinator_rank, no_dist, planner)
-
-
-def _load_state_dict(
-    state_dict: dict[str, Any],
-    storage_reader: StorageReader,
-    process_group: dist.ProcessGroup | None = None,
-    coordinator_rank: int = 0,
-    no_dist: bool = False,
-    planner: LoadPlanner | None = None,
-) -> None:
-    """The same without the warning; programs call it by this name of torch's."""
     with open_exchange(
         process_group, purpose="load", no_dist=no_dist, coordinator_rank=coordinator_rank
     ) as exchange:
         running_saves.come_after(exchange, process_group, None, storage_reader, planner)
         storage_reader.reset()
-        run_load(
-            state_dict,
-            adapt_load_planner(DefaultLoadPlanner() if planner is None else planner),
-            adapt_reader(storage_reader),
-            exchange,
-        )
+        chosen = DefaultLoadPlanner() if planner is None else planner
+        run_load(state_dict, adapt_load_planner(chosen), adapt_reader(storage_reader), exchange)
+
+
+# The same without the warning; programs call it by this name of torch's.
+_load_state_dict: Callable[..., None] = load_state_dict.__wrapped__  # type: ignore[attr-defined]
 
 
 def _load_state_dict_from_keys(
@@ -161,10 +138,7 @@ def _load_state_dict_from_keys(
     wanted = {keys} if isinstance(keys, str) else keys
     with open_exchange(process_group, purpose="load") as exchange:
         running_saves.come_after(exchange, process_group, checkpoint_id, storage_reader, None)
-        run_load(
-            state,
-            adapt_load_planner(EmptyStateDictLoadPlanner(wanted or None)),
-            adapt_reader(choose_reader(storage_reader, checkpoint_id)),
-            exchange,
-        )
+        planner = EmptyStateDictLoadPlanner(wanted or None)
+        reader = choose_reader(storage_reader, checkpoint_id)
+        run_load(state, adapt_load_planner(planner), adapt_reader(reader), exchange)
     return state

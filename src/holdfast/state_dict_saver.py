@@ -121,21 +121,9 @@ def save_state_dict(
     coordinator_rank: int = 0,
     no_dist: bool = False,
     planner: SavePlanner | None = None,
-) -> Metadata:
-    """The name of :func:`save` before torch 2.2. Stateful objects are not opened."""
-    return _save_state_dict(state_dict, storage_writer, process_group, coordinator_rank, no_dist, planner)
-
-
-def _save_state_dict(
-    state_dict: STATE_DICT_TYPE,  # type: ignore[type-arg]
-    storage_writer: StorageWriter,
-    process_group: dist.ProcessGroup | None = None,
-    coordinator_rank: int = 0,
-    no_dist: bool = False,
-    planner: SavePlanner | None = None,
     use_collectives: bool = True,
 ) -> Metadata:
-    """The same without the warning; programs call it by this name of torch's."""
+    """The name of :func:`save` before torch 2.2. Stateful objects are not opened."""
     with open_exchange(
         process_group,
         purpose="save",
@@ -146,6 +134,10 @@ def _save_state_dict(
         running_saves.come_after(exchange, process_group, None, storage_writer, planner)
         storage_writer.reset()
         return _save(state_dict, storage_writer, planner, exchange, use_collectives=use_collectives)
+
+
+# The same without the warning; programs call it by this name of torch's.
+_save_state_dict: Callable[..., Metadata] = save_state_dict.__wrapped__  # type: ignore[attr-defined]
 
 
 def _save(
@@ -294,7 +286,7 @@ def async_save(
             running,
             future,
             exchange,
-            obtain=CopySource(copy, writer, future, running, in_process=in_process),
+            obtain=CopySource(copy, writer, future.staged, running, in_process),
             planner=adapt_save_planner(DefaultSavePlanner() if planner is None else planner),
             use_collectives=use_collectives,
             release=copy.release,

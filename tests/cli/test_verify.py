@@ -14,7 +14,8 @@ from tests.support.checkpoints import data_file, flip_bit, read_manifest, write_
 
 import holdfast as hf
 from holdfast._format import metadata_file
-from holdfast._format.manifest import Manifest, column, ints
+from holdfast._format.description import column, ints
+from holdfast._format.manifest import Manifest
 from holdfast.cli.report import Report
 
 Command = Callable[..., Any]

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint import state_dict_saver as torch_saver
 
 import holdfast as hf
 from holdfast._format import metadata_file
-from holdfast._format.manifest import column, ints
+from holdfast._format.description import column, ints
 from holdfast.errors import (
     CheckpointException,
     CheckpointNotFoundError,

@@ -32,7 +32,8 @@ from torch.distributed.checkpoint import filesystem as torch_filesystem
 from torch.distributed.checkpoint import state_dict_saver as torch_saver
 
 import holdfast as hf
-from holdfast._format.manifest import Manifest, column, ints
+from holdfast._format.description import column, ints
+from holdfast._format.manifest import Manifest
 from holdfast.default_planner import EmptyStateDictLoadPlanner
 from holdfast.errors import (
     CheckpointError,

@@ -8,7 +8,8 @@ from typing import Any
 
 import holdfast as hf
 from holdfast._format import metadata_file
-from holdfast._format.manifest import Manifest, column, decode, encode, ints
+from holdfast._format.description import column, ints
+from holdfast._format.manifest import Manifest, decode, encode
 from holdfast.errors import CheckpointException
 
 METADATA = ".metadata"

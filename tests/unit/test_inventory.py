@@ -7,9 +7,10 @@ import pytest
 from tests.support.torch_pickles import write_torch_metadata
 
 from holdfast._format import metadata_file
+from holdfast._format.description import column
 from holdfast._format.inventory import Inventory, ObjectEntry, TensorEntry, read_inventory
 from holdfast._format.item_table import StorageInfo
-from holdfast._format.manifest import Manifest, column, encode
+from holdfast._format.manifest import Manifest, encode
 from holdfast._format.metadata_file import MARK
 from holdfast._format.torch_pickle_records import TorchProperties, TorchTensor
 from holdfast._format.typed_key import TypedKey

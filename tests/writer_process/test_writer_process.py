@@ -263,7 +263,9 @@ def _writing(pool: ThreadPoolExecutor, writer: ToldWriter, copy: StagedState) ->
     """The result of a write in a thread."""
     planner = adapt_save_planner(DefaultSavePlanner())
     planner.set_up(copy.state, None, is_coordinator=True)
-    return pool.submit(ProcessWriter(adapt_writer(writer), copy).write, planner.create_local_plan(), planner)
+    return pool.submit(
+        ProcessWriter(adapt_writer(writer), copy).write, planner.plugin.create_local_plan(), planner
+    )
 
 
 def test_a_hundred_overlapping_writes_half_of_them_failing_each_get_their_own_answer() -> None:

@@ -15,8 +15,6 @@ from holdfast._background.running_save import RunningSave, exclusive_keys
 from holdfast._ranks.exchange import Alone, Exchange
 from holdfast.errors import WRAPPED_EXCEPTION, CheckpointException, portable_failure
 
-__all__ = ["RunningSaves", "Scope", "running_saves"]
-
 
 class Scope:
     """Those who save together: a process group, or this process alone.
@@ -72,7 +70,8 @@ class RunningSaves:
     def add(self, save: RunningSave) -> None:
         """Add a save that begins."""
         with self._lock:
-            self._saves = [known for known in self._saves if _matters(known)] + [save]
+            matter = [known for known in self._saves if not known.ended.is_set() or known.is_unseen_failure]
+            self._saves = [*matter, save]
 
     def running(self) -> list[RunningSave]:
         """The saves that have not ended."""
@@ -181,10 +180,6 @@ class RunningSaves:
         """Forget all saves: a forked child does not run those of its parent."""
         self._lock = threading.Lock()
         self._saves = []
-
-
-def _matters(save: RunningSave) -> bool:
-    return not save.ended.is_set() or save.is_unseen_failure
 
 
 def _together(ranks: Sequence[_Findings]) -> _Findings:

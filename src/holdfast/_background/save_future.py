@@ -10,8 +10,6 @@ from holdfast._background.running_save import RunningSave
 from holdfast._io.progress import Progress
 from holdfast.metadata import Metadata
 
-__all__ = ["SaveFuture", "StagedFuture"]
-
 T = TypeVar("T")
 
 

@@ -6,9 +6,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from holdfast._background.cancellable_writer import CancellableWriter
 from holdfast._background.running_save import RunningSave, is_cancellation
 from holdfast._background.running_saves import running_saves
 from holdfast._background.save_future import SaveFuture
@@ -17,8 +17,6 @@ from holdfast._engine.save import run_save
 from holdfast._ranks.exchange import Exchange
 from holdfast.metadata import Metadata
 
-__all__ = ["SaveThread"]
-
 logger = logging.getLogger(__name__)
 
 # More would starve it where all cores are busy: there 256 MiB took 0.3 to 0.4 s at 0, 0.5 to 0.8 s at 5
@@ -26,13 +24,14 @@ logger = logging.getLogger(__name__)
 _NICENESS = 5
 
 
+@dataclass
 class SaveThread:
     """One save, from the moment when the state is staged or is being staged.
 
     The thread is not a daemon: the interpreter waits for it when the program ends, however that comes about,
     before anything that it needs is taken down.
 
-    Args:
+    Attributes:
         running: Its shared state.
         future: What the caller is given.
         exchange: Opened by the trainer's thread, left by this one.
@@ -43,40 +42,28 @@ class SaveThread:
         release: Called in the thread when the staged state is not needed any more.
     """
 
-    def __init__(
-        self,
-        running: RunningSave,
-        future: SaveFuture,
-        exchange: Exchange,
-        *,
-        obtain: Callable[[], tuple[dict[str, Any], WriterPort]],
-        planner: SavePlannerPort,
-        use_collectives: bool,
-        release: Callable[[], None],
-    ) -> None:
-        self._running = running
-        self._future: SaveFuture | None = future
-        self._exchange: Exchange | None = exchange
-        self._obtain: Callable[[], tuple[dict[str, Any], WriterPort]] | None = obtain
-        self._planner: SavePlannerPort | None = planner
-        self._use_collectives = use_collectives
-        self._release: Callable[[], None] | None = release
+    running: RunningSave
+    future: SaveFuture
+    exchange: Exchange
+    obtain: Callable[[], tuple[dict[str, Any], WriterPort]]
+    planner: SavePlannerPort
+    use_collectives: bool
+    release: Callable[[], None]
 
     def start(self) -> None:
         """Start the thread. Raises RuntimeError if the system has none to give; then nothing has begun."""
-        thread = threading.Thread(target=self._run, name=f"holdfast-save-{self._running.number}")
+        thread = threading.Thread(target=self._run, name=f"holdfast-save-{self.running.number}")
         thread.daemon = False  # also where the thread that calls is one
-        running_saves.add(self._running)
+        running_saves.add(self.running)
         try:
             thread.start()
         except BaseException:
-            self._running.ended.set()
-            assert self._future is not None
-            self._future.give_up()
+            self.running.ended.set()
+            self.future.give_up()
             raise
 
     def _run(self) -> None:
-        self._running.thread = threading.get_ident()
+        self.running.thread = threading.get_ident()
         _lower_priority()
         metadata: Metadata | None = None
         error: BaseException | None = None
@@ -88,27 +75,23 @@ class SaveThread:
         self._end(metadata, error)
 
     def _save(self) -> Metadata:
-        assert self._exchange is not None
-        assert self._obtain is not None
-        assert self._planner is not None
-        with self._exchange:
-            state, writer = self._obtain()
-            self._running.check()
+        with self.exchange:
+            state, writer = self.obtain()
+            self.running.check()
             return run_save(
                 state,
-                self._planner,
-                CancellableWriter(writer, self._running),
-                self._exchange,
-                use_collectives=self._use_collectives,
-                progress=self._running.tracker,
+                self.planner,
+                writer,
+                self.exchange,
+                use_collectives=self.use_collectives,
+                progress=self.running.tracker,
+                cancellation=self.running,
             )
 
     def _end(self, metadata: Metadata | None, error: BaseException | None) -> None:
         """Free everything, then finish the future: its callbacks may begin the next save at once."""
-        running, future, release = self._running, self._future, self._release
-        assert future is not None
-        assert release is not None
-        self._future = self._exchange = self._obtain = self._planner = self._release = None
+        running, future, release = self.running, self.future, self.release
+        vars(self).clear()
         try:
             release()
         except Exception as failure:  # noqa: BLE001 - a stranger's stager may raise anything

@@ -19,8 +19,6 @@ from holdfast._background.running_save import RunningSave
 from holdfast._background.running_saves import running_saves
 from holdfast.errors import UsageError
 
-__all__ = ["GRACE_VARIABLE", "prepare_for_shutdown", "set_grace_period"]
-
 GRACE_VARIABLE = "HOLDFAST_GRACE_PERIOD"
 
 # How long a cancelled save may take to remove its files before the process ends anyway.
@@ -53,9 +51,10 @@ def set_grace_period(seconds: float) -> None:
     if threading.current_thread() is not threading.main_thread():
         raise UsageError("set_grace_period must be called in the main thread, as signal.signal must")
     _Grace.seconds = seconds
-    if seconds > 0:
-        _take_signal()
-    elif signal.getsignal(signal.SIGTERM) is _on_sigterm:
+    handler = signal.getsignal(signal.SIGTERM)
+    if seconds > 0 and handler is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _on_sigterm)
+    elif not seconds and handler is _on_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
@@ -78,11 +77,6 @@ def prepare_for_shutdown() -> None:
         raise UsageError(f"{GRACE_VARIABLE} must be a number of seconds, not {said!r}", found=said)
     if threading.current_thread() is threading.main_thread():
         set_grace_period(seconds)
-
-
-def _take_signal() -> None:
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _on_sigterm)
 
 
 def _on_sigterm(number: int, frame: types.FrameType | None) -> None:  # noqa: ARG001 - the form of a handler

@@ -2,17 +2,16 @@
 
 from collections.abc import Hashable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast._background.running_save import IdentityKey, RunningSave
-from holdfast._background.save_future import SaveFuture
+from holdfast._background.save_future import StagedFuture
 from holdfast._engine.adapt import gives_leases
 from holdfast._engine.ports import WriterPort
 from holdfast._staging.stage import Staging
 from holdfast._staging.staged import StagedState
 from holdfast._writer_process.process_writer import ProcessWriter
-
-__all__ = ["CopySource", "StateCopy", "stager_keys", "take_copy"]
 
 _ours: dict[bool, Staging] = {}
 """For callers who bring no stager. Kept for the next save: touching new memory costs more than copying."""
@@ -25,52 +24,53 @@ def stager_keys(stager: Any, *, shared: bool) -> frozenset[Hashable]:
     return frozenset([own, ("our staging", True)] if shared else [own])
 
 
+@dataclass(eq=False)
 class StateCopy:
     """A state that does not change any more, or will not from some moment on.
 
     Attributes:
         is_asynchronous: Whether the stager gives futures, so that ``async_save`` returns two.
+        staged: The copy, if a stager of ours made it.
+        state: The copy that another stager made, or its future.
+        error: Why there is none.
     """
 
-    def __init__(self, *, is_asynchronous: bool) -> None:
-        self.is_asynchronous = is_asynchronous
-        self._staged: StagedState | None = None
-        self._state: Any = None
-        self._error: Exception | None = None
+    is_asynchronous: bool
+    staged: StagedState | None = None
+    state: Any = None
+    error: Exception | None = None
 
     @property
     def is_complete(self) -> bool:
         """Whether the original may change."""
-        if self._staged is not None:
-            return self._staged.is_complete
-        return self._error is None and not isinstance(self._state, Future)
+        if self.staged is not None:
+            return self.staged.is_complete
+        return self.error is None and not isinstance(self.state, Future)
 
-    def wait(self) -> dict[str, Any]:
+    def wait(self) -> Any:
         """The state, once it is complete; raises why there is none."""
-        if self._error is not None:
-            raise self._error
-        if self._staged is not None:
-            self._staged.wait()
-            state: dict[str, Any] = self._staged.state
-            return state
-        if isinstance(self._state, Future):
-            self._state = self._state.result()
-        taken: dict[str, Any] = self._state
-        return taken
+        if self.error is not None:
+            raise self.error
+        if self.staged is not None:
+            self.staged.wait()
+            return self.staged.state
+        if isinstance(self.state, Future):
+            self.state = self.state.result()
+        return self.state
 
     def wait_shared(self) -> StagedState:
         """The same in memory that another process can map; copied once more if the stager has used other."""
         state = self.wait()
-        if self._staged is None or self._staged.fd is None:
-            before, self._staged = self._staged, _our_staging(shared=True).stage(state, when_busy="another")
-            self._state = None
+        if self.staged is None or self.staged.fd is None:
+            before, self.staged = self.staged, _our_staging(shared=True).stage(state, when_busy="another")
+            self.state = None
             if before is not None:
                 before.release()
-        return self._staged
+        return self.staged
 
     def release(self) -> None:
         """Nobody reads the state any more. Waits for what is still on its way into it. Twice is fine."""
-        staged, self._staged, self._state = self._staged, None, None
+        staged, self.staged, self.state = self.staged, None, None
         if staged is not None:
             staged.release()
 
@@ -87,53 +87,50 @@ def take_copy(stager: Any, state: dict[str, Any], *, shared: bool) -> StateCopy:
         PlanError: A value cannot be copied. An asynchronous stager's failure is raised by the copy instead.
     """
     if stager is None:
-        copy = StateCopy(is_asynchronous=False)
-        copy._staged = _our_staging(shared=shared).stage(state, when_busy="another")  # noqa: SLF001
-        return copy
+        return StateCopy(
+            is_asynchronous=False, staged=_our_staging(shared=shared).stage(state, when_busy="another")
+        )
     if gives_leases(stager):
-        copy = StateCopy(is_asynchronous=stager.is_asynchronous)
         try:
-            copy._staged = stager.stage_leased(state, when_busy="another")  # noqa: SLF001
+            staged = stager.stage_leased(state, when_busy="another")
         except Exception as error:
-            if not copy.is_asynchronous:
+            if not stager.is_asynchronous:
                 raise
-            copy._error = error  # noqa: SLF001
-        return copy
+            return StateCopy(is_asynchronous=True, error=error)
+        return StateCopy(stager.is_asynchronous, staged=staged)
     staged = stager.stage(state)
-    copy = StateCopy(is_asynchronous=isinstance(staged, Future))
-    copy._state = staged  # noqa: SLF001
-    return copy
+    return StateCopy(isinstance(staged, Future), state=staged)
 
 
+@dataclass
 class CopySource:
-    """Gives the thread of a save the copied state and the writer, once the copy is complete."""
+    """Gives the thread of a save the copied state and the writer, once the copy is complete.
 
-    def __init__(
-        self,
-        copy: StateCopy,
-        writer: WriterPort,
-        future: SaveFuture,
-        running: RunningSave,
-        *,
-        in_process: bool,
-    ) -> None:
-        self._copy = copy
-        self._writer = writer
-        self._staged = future.staged
-        self._running = running
-        self._in_process = in_process
+    Attributes:
+        copy: The copy.
+        writer: The writer of the save.
+        staged: Told that the copy is complete.
+        running: Told of the process that writes, if there is one.
+        in_process: Whether another process writes.
+    """
+
+    copy: StateCopy
+    writer: WriterPort
+    staged: StagedFuture
+    running: RunningSave
+    in_process: bool
 
     def __call__(self) -> tuple[dict[str, Any], WriterPort]:
         """Wait for the copy, and report that it is complete."""
-        state = self._copy.wait()
-        if not self._staged.done():
-            self._staged.complete(None)
-        if not self._in_process:
-            return state, self._writer
-        staged = self._copy.wait_shared()
-        writer = ProcessWriter(self._writer, staged)
-        self._running.writes_elsewhere(writer)
-        return staged.state, writer
+        state = self.copy.wait()
+        if not self.staged.done():
+            self.staged.complete(None)
+        if not self.in_process:
+            return state, self.writer
+        shared = self.copy.wait_shared()
+        writer = ProcessWriter(self.writer, shared)
+        self.running.writes_elsewhere(writer)
+        return shared.state, writer
 
 
 def _our_staging(*, shared: bool) -> Staging:

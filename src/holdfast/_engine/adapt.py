@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from holdfast._context import SaveContext
 from holdfast._engine.ports import (
     Fingerprints,
     LoadPlannerPort,
@@ -22,20 +21,7 @@ from holdfast._torch_compat import (
     our_storage_reader,
     our_storage_writer,
 )
-from holdfast.metadata import Metadata, StorageMeta
-from holdfast.planner import SavePlan
 from holdfast.staging import BlockingAsyncStager
-from holdfast.storage import StorageWriter, WriteResult
-
-__all__ = [
-    "adapt_load_planner",
-    "adapt_reader",
-    "adapt_save_planner",
-    "adapt_writer",
-    "gives_leases",
-    "place_of",
-    "stages_itself",
-]
 
 
 def adapt_save_planner(planner: Any) -> SavePlannerPort:
@@ -62,7 +48,14 @@ def adapt_load_planner(planner: Any) -> LoadPlannerPort:
 
 def adapt_writer(writer: Any) -> WriterPort:
     """The port of a storage writer, whoever wrote it."""
-    return _PluginWriter(our_storage_writer(writer), writer)
+    ours: Any = our_storage_writer(writer)
+    return WriterPort(
+        ours,
+        set_up_writer=_with_known_keywords(ours.set_up_storage_writer, writer.set_up_storage_writer),
+        expect_files=getattr(ours, "expect_files", _do_nothing),
+        summary_of=getattr(ours, "how_to_find_metadata", lambda metadata: metadata),
+        abandon_save=getattr(ours, "abandon", _do_nothing),
+    )
 
 
 def adapt_reader(reader: Any) -> ReaderPort:
@@ -70,7 +63,7 @@ def adapt_reader(reader: Any) -> ReaderPort:
     ours: Any = our_storage_reader(reader)
     return ReaderPort(
         ours,
-        set_up=_with_known_keywords(ours.set_up_storage_reader, reader.set_up_storage_reader),
+        set_up_reader=_with_known_keywords(ours.set_up_storage_reader, reader.set_up_storage_reader),
         metadata_is_alike=_has_known(ours, "read_metadata"),
         has_rank_metadata=_takes_any_keyword(reader.read_metadata),
         passes_plans_on=_has_known(ours, "prepare_global_plan"),
@@ -109,6 +102,10 @@ def _has_known(plugin: Any, method: str) -> bool:
     return bool(getattr(getattr(plugin, method), "is_known_to_engine", False))
 
 
+def _do_nothing(*_: Any, **__: Any) -> None:
+    """What stands for a method that a plugin need not have."""
+
+
 def _takes_any_keyword(method: Callable[..., Any]) -> bool:
     kinds = [parameter.kind for parameter in inspect.signature(method).parameters.values()]
     return inspect.Parameter.VAR_KEYWORD in kinds
@@ -127,60 +124,3 @@ def _with_known_keywords(method: Callable[..., Any], declared: Callable[..., Any
         return method(*args, **{name: value for name, value in kwargs.items() if name in known})
 
     return call
-
-
-class _PluginWriter(WriterPort):
-    """Calls a storage writer.
-
-    Args:
-        plugin: The writer, working with our records.
-        original: The writer as its author wrote it; the same object unless it is one of torch's.
-    """
-
-    def __init__(self, plugin: StorageWriter, original: Any) -> None:
-        self.plugin = plugin
-        self._set_up = _with_known_keywords(plugin.set_up_storage_writer, original.set_up_storage_writer)
-        self._abandon = getattr(plugin, "abandon", None)
-        self._expect_files = getattr(plugin, "expect_files", None)
-        self._summary_of = getattr(plugin, "how_to_find_metadata", None)
-
-    def storage_meta(self) -> StorageMeta | None:
-        return self.plugin.storage_meta()
-
-    def set_up(self, context: SaveContext) -> None:
-        self._set_up(
-            context.is_coordinator,
-            rank=context.rank,
-            use_collectives=context.use_collectives,
-            context=context,
-        )
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return self.plugin.prepare_local_plan(plan)
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return self.plugin.prepare_global_plan(plans)
-
-    def expect_files(self, plan: SavePlan) -> None:
-        if self._expect_files is not None:
-            self._expect_files(plan)
-
-    def write(self, plan: SavePlan, planner: SavePlannerPort) -> list[WriteResult]:
-        return self.plugin.write_data(plan, planner.plugin).wait()
-
-    def commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        self.plugin.finish(metadata, results)
-
-    def summary_of(self, metadata: Metadata) -> Any:
-        return metadata if self._summary_of is None else self._summary_of(metadata)
-
-    def metadata_of(self, summary: Any) -> Metadata:
-        if isinstance(summary, Metadata):
-            return summary
-        finds_it: Any = self.plugin
-        metadata: Metadata = finds_it.metadata_later(summary)
-        return metadata
-
-    def abandon(self, *, outcome_is_known: bool) -> None:
-        if self._abandon is not None:
-            self._abandon(outcome_is_known=outcome_is_known)

@@ -12,8 +12,6 @@ from holdfast.errors import CheckpointNotFoundError
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan
 
-__all__ = ["run_load"]
-
 
 def run_load(
     state_dict: dict[str, Any],
@@ -50,21 +48,23 @@ def run_load(
         by_rank = LoadByRank(
             state_dict, planner, metadata, rank=exchange.rank, world_size=exchange.group_size
         )
-        planner.set_up(by_rank.state, metadata, is_coordinator=exchange.is_coordinator)
+        planner.plugin.set_up_planner(by_rank.state, metadata, exchange.is_coordinator)
         reader.set_up(metadata, context, use_collectives=shared is not None)
-        return reader.prepare_local_plan(planner.create_local_plan())
+        return reader.plugin.prepare_local_plan(planner.plugin.create_local_plan())
 
     plan = _plan(need, planner, reader, exchange)
 
     read_together: Callable[[], None] | None = None
     if exchange.world_size > 1 and reader.read_together is not None:
-        read_together = reader.read_together(lambda: planner.finish_plan(plan), planner.plugin, exchange)
+        read_together = reader.read_together(
+            lambda: planner.plugin.finish_plan(plan), planner.plugin, exchange
+        )
 
     def read() -> None:
         if read_together is not None:
             read_together()
         else:
-            reader.read(planner.finish_plan(plan), planner)
+            reader.read(planner.plugin.finish_plan(plan), planner)
         context.progress.end()
         assert by_rank is not None
         by_rank.finish()
@@ -80,9 +80,11 @@ def _plan(
         mine: list[LoadPlan] = []
         exchange.agree("plan", lambda: mine.append(need()), lambda _: None)
         return mine[0]
-    return exchange.decide(
-        "plan", need, lambda needs: reader.prepare_global_plan(planner.create_global_plan(needs))
-    )
+
+    def merge(needs: list[LoadPlan]) -> list[LoadPlan]:
+        return reader.plugin.prepare_global_plan(planner.plugin.create_global_plan(needs))
+
+    return exchange.decide("plan", need, merge)
 
 
 def _read_shared_metadata(reader: ReaderPort, exchange: Exchange) -> Metadata | None:

@@ -9,14 +9,12 @@ import torch
 
 from holdfast._engine.ports import LoadPlannerPort, SavePlannerPort
 from holdfast._engine.saved_by_rank import ABSENT, Path, find, flat, saved_places, why_absent
-from holdfast._engine.stateful_objects import OpenedState, open_states, return_states
+from holdfast._engine.stateful_objects import OpenedState, entries_of, open_states, return_states
 from holdfast.default_planner import EmptyStateDictLoadPlanner
 from holdfast.errors import DtypeMismatchError, PlanError, ShapeMismatchError, UsageError
 from holdfast.metadata import Metadata
 from holdfast.per_rank import PerRank, rank_key, rank_name
 from holdfast.stateful import Stateful
-
-__all__ = ["LoadByRank", "split_by_rank"]
 
 
 def split_by_rank(
@@ -83,7 +81,7 @@ class _PerRankWalk:
         if not self._opens(type(value)):
             return value
         changed = {}
-        for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
+        for key, entry in entries_of(value):
             opens = self.opens.get(type(entry))
             if opens is False or (opens is None and not self._opens(type(entry))):
                 continue
@@ -242,7 +240,7 @@ class LoadByRank:
                 made = place.owner.resize(values, self.rank, self.world_size)
                 place.owner.value = _settle(place.owner.value, made, flat(place.path))
         for original, copied in self._walk.copies:
-            for key, value in copied.items() if isinstance(copied, Mapping) else enumerate(copied):
+            for key, value in entries_of(copied):
                 is_new = isinstance(original, Mapping) and key not in original
                 if id(value) not in replaced and (is_new or original[key] is not value):
                     original[key] = value
@@ -263,15 +261,15 @@ def _settle(template: Any, made: Any, key: str) -> Any:
     if isinstance(template, Stateful) and not isinstance(template, type):
         template.load_state_dict(made)
         return template
-    if isinstance(template, dict) and isinstance(made, Mapping) and template.keys() == made.keys():
-        for name, part in made.items():
-            template[name] = _settle(template[name], part, f"{key}.{name}")
-        return template
-    if isinstance(template, list) and isinstance(made, list) and len(template) == len(made):
-        for at, part in enumerate(made):
-            template[at] = _settle(template[at], part, f"{key}.{at}")
-        return template
-    return made
+    if isinstance(template, dict) and isinstance(made, Mapping):
+        is_alike = template.keys() == made.keys()
+    else:
+        is_alike = isinstance(template, list) and isinstance(made, list) and len(template) == len(made)
+    if not is_alike:
+        return made
+    for name, part in entries_of(made):
+        template[name] = _settle(template[name], part, f"{key}.{name}")
+    return template
 
 
 def _check_like(template: torch.Tensor, made: Any, key: str) -> None:

@@ -4,167 +4,115 @@
 engine: planners and storages are handed each other's plugins, never each other's ports.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast._context import LoadContext, SaveContext
 from holdfast._ranks.exchange import Exchange
 from holdfast._torch_compat import to_ours
-from holdfast.metadata import Metadata, StorageMeta
+from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from holdfast.storage import StorageReader, StorageWriter, WriteResult
-
-__all__ = [
-    "Fingerprints",
-    "LoadPlannerPort",
-    "ReaderPort",
-    "SavePlannerPort",
-    "WriterPort",
-]
 
 Fingerprints = Mapping[tuple[int, ...] | None, Mapping[str, bytes]]
 """For each set of ranks that must hold the same (None for all ranks) the fingerprint of each value."""
 
 
+@dataclass(frozen=True)
 class SavePlannerPort:
     """A save planner.
 
     Attributes:
-        plugin: The planner, as storages get it.
+        plugin: The planner, as storages get it; the engine calls the methods of its plans.
+        set_up: Gives the planner the state of this rank: ``set_up_planner`` with the keywords that it knows.
         flattens: Whether it gives each value of a nested state a key of its own.
         fingerprints: Returns the fingerprints of values that other ranks hold too; empty if the planner
             does not make any. Called after ``create_local_plan``.
     """
 
-    def __init__(
-        self,
-        plugin: SavePlanner,
-        *,
-        set_up: Callable[..., None],
-        flattens: bool,
-        fingerprints: Callable[[], Fingerprints],
-    ) -> None:
-        self.plugin = plugin
-        self.flattens = flattens
-        self.fingerprints = fingerprints
-        self._set_up = set_up
-
-    def set_up(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None, *, is_coordinator: bool
-    ) -> None:
-        """Give the planner the state of this rank."""
-        self._set_up(state_dict=state_dict, storage_meta=storage_meta, is_coordinator=is_coordinator)
-
-    def create_local_plan(self) -> SavePlan:
-        """What this rank can write."""
-        return self.plugin.create_local_plan()
-
-    def create_global_plan(self, plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """On the coordinator: what each rank must write, and the description of it all."""
-        return self.plugin.create_global_plan(plans)
+    plugin: SavePlanner
+    set_up: Callable[..., None]
+    flattens: bool
+    fingerprints: Callable[[], Fingerprints]
 
     def finish_plan(self, plan: SavePlan) -> SavePlan:
         """This rank's final plan, with the storage's own notes of this save: a cached plan has old ones."""
-        return dataclasses.replace(self.plugin.finish_plan(plan), storage_data=plan.storage_data)
+        return replace(self.plugin.finish_plan(plan), storage_data=plan.storage_data)
 
 
+@dataclass(frozen=True)
 class LoadPlannerPort:
     """A load planner.
 
     Attributes:
-        plugin: The planner, as storages get it.
+        plugin: The planner, as storages get it; the engine calls its methods.
         flattens: Whether it gives each value of a nested state a key of its own.
         passes_plans_on: Whether ``create_global_plan`` returns the plans as they are.
     """
 
-    def __init__(self, plugin: LoadPlanner, *, flattens: bool, passes_plans_on: bool) -> None:
-        self.plugin = plugin
-        self.flattens = flattens
-        self.passes_plans_on = passes_plans_on
-
-    def set_up(self, state_dict: dict[str, Any], metadata: Metadata, *, is_coordinator: bool) -> None:
-        """Give the planner the state of this rank, and what the checkpoint holds."""
-        self.plugin.set_up_planner(state_dict, metadata, is_coordinator)
-
-    def create_local_plan(self) -> LoadPlan:
-        """What this rank needs."""
-        return self.plugin.create_local_plan()
-
-    def create_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """On the coordinator: the plans of all ranks."""
-        return self.plugin.create_global_plan(plans)
-
-    def finish_plan(self, plan: LoadPlan) -> LoadPlan:
-        """This rank's final plan."""
-        return self.plugin.finish_plan(plan)
+    plugin: LoadPlanner
+    flattens: bool
+    passes_plans_on: bool
 
 
+@dataclass
 class WriterPort:
-    """A storage writer; passes every call on to another port. Subclasses override what they do differently.
-
-    Methods are called in the order in which they stand here.
+    """A storage writer. Its methods are called in the order in which they stand here.
 
     Attributes:
-        inner: The port that calls are passed on to.
-        plugin: The storage writer itself.
+        plugin: The storage writer itself; the engine calls its methods that prepare plans.
+        set_up_writer: ``set_up_storage_writer`` with the keywords that it knows; see :meth:`set_up`.
+        expect_files: Takes a plan, and notes the files that ``write`` will make for it, in case a process
+            other than this one makes them.
+        summary_of: On the coordinator: what the other ranks are told of the committed checkpoint, given its
+            metadata: that itself, or less if the writer can find the metadata again.
+        abandon_save: Called by :meth:`abandon`.
     """
 
-    inner: "WriterPort"
-
-    def __init__(self, inner: "WriterPort") -> None:
-        self.inner = inner
-        self.plugin: StorageWriter = inner.plugin
-
-    def storage_meta(self) -> StorageMeta | None:
-        """What the planner must know of the storage."""
-        return self.inner.storage_meta()
+    plugin: StorageWriter
+    set_up_writer: Callable[..., None]
+    expect_files: Callable[[SavePlan], None]
+    summary_of: Callable[[Metadata], Any]
+    abandon_save: Callable[..., None]
 
     def set_up(self, context: SaveContext) -> None:
         """Tell the writer of the save that begins."""
-        self.inner.set_up(context)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make ready for what this rank offers to write."""
-        return self.inner.prepare_local_plan(plan)
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: make ready for what all ranks write."""
-        return self.inner.prepare_global_plan(plans)
-
-    def expect_files(self, plan: SavePlan) -> None:
-        """Note the files that ``write`` will make, in case a process other than this one makes them."""
-        self.inner.expect_files(plan)
+        self.set_up_writer(
+            context.is_coordinator,
+            rank=context.rank,
+            use_collectives=context.use_collectives,
+            context=context,
+        )
 
     def write(self, plan: SavePlan, planner: SavePlannerPort) -> list[WriteResult]:
         """Write what the plan says, and return when it is on stable storage."""
-        return self.inner.write(plan, planner)
+        return self.plugin.write_data(plan, planner.plugin).wait()
 
     def commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator: make the checkpoint exist."""
-        self.inner.commit(metadata, results)
-
-    def summary_of(self, metadata: Metadata) -> Any:
-        """On the coordinator: what the other ranks are told of the committed checkpoint.
-
-        It is the metadata itself, or less if the writer can find the metadata again.
-        """
-        return self.inner.summary_of(metadata)
+        self.plugin.finish(metadata, results)
 
     def metadata_of(self, summary: Any) -> Metadata:
         """On the other ranks: the metadata that ``summary_of`` stands for."""
-        return self.inner.metadata_of(summary)
+        if isinstance(summary, Metadata):
+            return summary
+        finds_it: Any = self.plugin
+        metadata: Metadata = finds_it.metadata_later(summary)
+        return metadata
 
     def abandon(self, *, outcome_is_known: bool) -> None:
         """After a save that failed: remove what was written for it, if it is known not to be committed."""
-        self.inner.abandon(outcome_is_known=outcome_is_known)
+        self.abandon_save(outcome_is_known=outcome_is_known)
 
 
+@dataclass(frozen=True)
 class ReaderPort:
     """A storage reader.
 
     Attributes:
-        plugin: The storage reader itself.
+        plugin: The storage reader itself; the engine calls its methods that prepare plans.
+        set_up_reader: ``set_up_storage_reader`` with the keywords that it knows; see :meth:`set_up`.
         metadata_is_alike: Whether ``read_metadata`` returns the same on every rank and does nothing else.
         has_rank_metadata: Whether it can read what ranks wrote each for itself.
         passes_plans_on: Whether ``prepare_global_plan`` returns the plans as they are.
@@ -173,22 +121,12 @@ class ReaderPort:
             the function that reads, to be called on every rank. None if the reader cannot do that.
     """
 
-    def __init__(
-        self,
-        plugin: StorageReader,
-        *,
-        set_up: Callable[..., None],
-        metadata_is_alike: bool,
-        has_rank_metadata: bool,
-        passes_plans_on: bool,
-        read_together: Callable[[Callable[[], LoadPlan], LoadPlanner, Exchange], Callable[[], None]] | None,
-    ) -> None:
-        self.plugin = plugin
-        self.metadata_is_alike = metadata_is_alike
-        self.has_rank_metadata = has_rank_metadata
-        self.passes_plans_on = passes_plans_on
-        self.read_together = read_together
-        self._set_up = set_up
+    plugin: StorageReader
+    set_up_reader: Callable[..., None]
+    metadata_is_alike: bool
+    has_rank_metadata: bool
+    passes_plans_on: bool
+    read_together: Callable[[Callable[[], LoadPlan], LoadPlanner, Exchange], Callable[[], None]] | None
 
     def read_metadata(self) -> Metadata:
         """The metadata that all ranks share. Raises FileNotFoundError if there is none."""
@@ -203,21 +141,13 @@ class ReaderPort:
 
     def set_up(self, metadata: Metadata, context: LoadContext, *, use_collectives: bool) -> None:
         """Tell the reader of the load that begins."""
-        self._set_up(
+        self.set_up_reader(
             metadata,
             context.is_coordinator,
             rank=context.rank,
             use_collectives=use_collectives,
             context=context,
         )
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """See what this rank needs."""
-        return self.plugin.prepare_local_plan(plan)
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """On the coordinator: see what all ranks need."""
-        return self.plugin.prepare_global_plan(plans)
 
     def read(self, plan: LoadPlan, planner: LoadPlannerPort) -> None:
         """Read what the plan says, and hand it to the planner."""

@@ -13,8 +13,6 @@ from holdfast._engine.ports import Fingerprints, SavePlannerPort
 from holdfast._ranks.exchange import Exchange
 from holdfast.errors import PlanError
 
-__all__ = ["Holders", "Replicas", "differ"]
-
 _MOST_NAMED = 10
 _BUFFERS_OF_BATCH_NORM = ("running_mean", "running_var")
 

@@ -10,8 +10,6 @@ from holdfast.errors import IncompleteWriteError
 from holdfast.planner import SavePlan
 from holdfast.storage import WriteResult
 
-__all__ = ["check_counts", "check_results"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -1,5 +1,6 @@
 """A save, from top to bottom."""
 
+from concurrent.futures import CancelledError
 from typing import Any
 
 from holdfast._context import SaveContext
@@ -14,10 +15,18 @@ from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan
 from holdfast.storage import WriteResult
 
-__all__ = ["run_save"]
-
 # Metadata of more items than this is not sent to every rank: few ranks ever look at it.
 _MOST_SENT = 20_000
+
+
+class Cancellation:
+    """Whether a save may go on; subclasses know."""
+
+    def check(self) -> None:
+        """Raise if the save was cancelled."""
+
+    def close(self) -> None:
+        """Make it impossible to cancel; raise if the save was cancelled before."""
 
 
 def run_save(
@@ -28,6 +37,7 @@ def run_save(
     *,
     use_collectives: bool = True,
     progress: ProgressTracker | None = None,
+    cancellation: Cancellation | None = None,
 ) -> Metadata:
     """Save ``state_dict``; called on every rank of the exchange.
 
@@ -41,6 +51,7 @@ def run_save(
         exchange: The ranks that save together.
         use_collectives: False if each rank writes a checkpoint of its own part.
         progress: Told of the bytes that are written; it may raise to stop the save.
+        cancellation: Asked before each step whether to go on; by default nobody can cancel.
 
     Raises:
         CheckpointException: A step failed on some rank; the same on every rank.
@@ -54,7 +65,7 @@ def run_save(
         confirm_commit=exchange.confirm,
     )
     try:
-        return _run(state_dict, planner, writer, exchange, context)
+        return _run(state_dict, planner, writer, exchange, context, cancellation or Cancellation())
     except BaseException:
         writer.abandon(outcome_is_known=exchange.outcome_is_known)
         raise
@@ -66,6 +77,7 @@ def _run(
     writer: WriterPort,
     exchange: Exchange,
     context: SaveContext,
+    cancellation: Cancellation,
 ) -> Metadata:
     metadata = None
     planned: list[SavePlan] = []
@@ -73,14 +85,22 @@ def _run(
 
     def offer() -> tuple[SavePlan, dict[Holders, bytes]]:
         state = split_by_rank(state_dict, planner, rank=exchange.rank, world_size=exchange.group_size)
-        planner.set_up(state, writer.storage_meta(), is_coordinator=exchange.is_coordinator)
+        planner.set_up(
+            state_dict=state,
+            storage_meta=writer.plugin.storage_meta(),
+            is_coordinator=exchange.is_coordinator,
+        )
+        cancellation.check()
         writer.set_up(context)
-        return writer.prepare_local_plan(planner.create_local_plan()), replicas.together()
+        plan = planner.plugin.create_local_plan()
+        cancellation.check()
+        return writer.plugin.prepare_local_plan(plan), replicas.together()
 
     def merge(offers: list[tuple[SavePlan, dict[Holders, bytes]]]) -> list[tuple[SavePlan, bool]]:
         nonlocal metadata, planned
-        plans, metadata = planner.create_global_plan([plan for plan, _ in offers])
-        planned = writer.prepare_global_plan(plans)
+        plans, metadata = planner.plugin.create_global_plan([plan for plan, _ in offers])
+        cancellation.check()
+        planned = writer.plugin.prepare_global_plan(plans)
         values_differ = differ(marks for _, marks in offers)
         return [(plan, values_differ) for plan in planned]
 
@@ -92,7 +112,15 @@ def _run(
         final = planner.finish_plan(plan)
         if context.progress.is_watched:
             context.progress.begin(sum(columns_of(final).item_nbytes()))
-        results = writer.write(final, planner)
+        cancellation.check()
+        try:
+            results = writer.write(final, planner)
+        except CancelledError:
+            cancellation.check()
+            raise
+        if not exchange.is_coordinator:
+            # The coordinator may commit as soon as it is told of the results.
+            cancellation.close()
         context.progress.end()
         check_results(final, results, rank=exchange.rank)
         return results
@@ -100,6 +128,7 @@ def _run(
     def commit(written: list[list[WriteResult]]) -> list[Any]:
         assert metadata is not None
         check_counts(planned, written)
+        cancellation.close()
         writer.commit(metadata, written)
         is_large = len(metadata.storage_data or ()) > _MOST_SENT
         told = writer.summary_of(metadata) if is_large else metadata

@@ -8,8 +8,6 @@ from holdfast._plan.flatten import containers_of, true_key
 from holdfast.metadata import Metadata
 from holdfast.per_rank import PerRank, rank_key
 
-__all__ = ["ABSENT", "Path", "SavedByRank", "find", "flat", "saved_places", "why_absent"]
-
 Path: TypeAlias = tuple[Any, ...]
 """The keys and positions that lead to a value."""
 

@@ -1,7 +1,7 @@
 """Stateful objects, wherever they stand in a state: replaced by their state, and given it back."""
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +9,6 @@ import torch
 
 from holdfast.errors import UsageError
 from holdfast.stateful import Stateful
-
-__all__ = ["OpenedState", "open_states", "return_states"]
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,11 @@ def _open(value: Any, found: list[OpenedState]) -> Any:
     return value
 
 
+def entries_of(container: Any) -> Iterable[tuple[Any, Any]]:
+    """The keys or positions of a dict or list, each with what stands there."""
+    return container.items() if isinstance(container, Mapping) else enumerate(container)
+
+
 def return_states(original: dict[Any, Any], opened: dict[Any, Any], found: list[OpenedState]) -> None:
     """After a load into ``opened``: give each object its state, and put loaded values where they belong."""
     states = {id(inner.opened) for inner in found}
@@ -90,15 +93,12 @@ def return_states(original: dict[Any, Any], opened: dict[Any, Any], found: list[
 
 def _put_all_back(original: Any, opened: Any, states: set[int]) -> None:
     """Put loaded values into the original containers; what stands for an object is left to the object."""
-    if isinstance(opened, Mapping):
+    is_list = isinstance(original, list)
+    for key, value in entries_of(opened):
+        before = original[key] if is_list else original.get(key, _ABSENT)
         # Most of what stands in a state is where it was.
-        changed = [step for step in opened.items() if original.get(step[0], _ABSENT) is not step[1]]
-    else:
-        changed = [(at, value) for at, value in enumerate(opened) if original[at] is not value]
-    for key, value in changed:
-        if id(value) in states:
+        if before is value or id(value) in states:
             continue
-        before: Any = original[key] if isinstance(original, list) or key in original else None
         is_copy = isinstance(before, Mapping | list) and type(before) is type(value)
         if is_copy and len(before) == len(value):
             _put_all_back(before, value, states)

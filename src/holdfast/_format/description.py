@@ -8,13 +8,13 @@ import itertools
 import math
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from operator import add, gt, mul
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
-__all__ = ["OBJECT", "TENSOR", "Description", "Directory", "column", "concatenated", "find_bad_box", "ints"]
+H = TypeVar("H", bound=Hashable)
 
 TENSOR, OBJECT = 0, 1
 """The kinds of a key."""
@@ -38,22 +38,10 @@ class Description(msgspec.Struct, kw_only=True):
 
         For an object there are no properties. A key has one item for each chunk, an object has one.
         """
-        # Lists, because making a list of a slice of one is several times as fast as of a column.
-        ndims, property_ids = iter(self.tensor_ndims), iter(ints(self.tensor_properties, "I").tolist())
-        counts = iter(ints(self.tensor_chunks, "I").tolist())
-        shapes = ints(self.tensor_shapes, "q").tolist()
-        offsets, lengths = ints(self.chunk_offsets, "q").tolist(), ints(self.chunk_lengths, "q").tolist()
-        shape_at = box_at = 0
-        for key, kind in zip(self.keys, self.kinds, strict=True):
-            if kind == OBJECT:
-                yield key, None, [], []
-                continue
-            ndim, count = next(ndims), next(counts)
-            shape, shape_at = shapes[shape_at : shape_at + ndim], shape_at + ndim
-            ends = range(box_at + ndim, box_at + ndim * count + 1, ndim) if ndim else [box_at] * count
-            chunks = [(offsets[end - ndim : end], lengths[end - ndim : end]) for end in ends]
-            box_at += ndim * count
-            yield key, next(property_ids), shape, chunks
+        directory = Directory(self)
+        for number, (key, kind) in enumerate(zip(self.keys, self.kinds, strict=True)):
+            properties = None if kind == OBJECT else directory.properties[number]
+            yield key, properties, directory.shape(number), directory.boxes(number)
 
     def all_are_whole(self) -> bool:
         """Whether every tensor is one chunk: what most states with many keys are."""
@@ -81,11 +69,6 @@ class Directory:
         lengths: See above.
     """
 
-    __slots__ = (
-        *("box_at", "columns", "count", "kinds", "lengths", "ndim", "numbers", "offsets", "properties"),
-        *("row", "shape_at", "shapes"),
-    )
-
     def __init__(self, columns: Description) -> None:
         self.columns = columns
         self.numbers = dict(zip(columns.keys, itertools.count(), strict=False))
@@ -95,8 +78,7 @@ class Directory:
         ndim = list(columns.tensor_ndims)
         rows = count
         if any(columns.kinds):
-            spread = _spreading(columns.kinds)
-            count, properties, ndim = spread(count), spread(properties), spread(ndim)
+            count, properties, ndim = (_spread(values, columns.kinds) for values in (count, properties, ndim))
             # OBJECT is 1, and an object has one item.
             rows = list(map(add, count, columns.kinds))
         self.count, self.properties, self.ndim = count, properties, ndim
@@ -123,14 +105,10 @@ class Directory:
         return [(offsets[at : at + ndim], lengths[at : at + ndim]) for at in range(0, end - begin, ndim)]
 
 
-def _spreading(kinds: bytes) -> Any:
-    """Turns a column with an entry for each tensor into one for each key; 0 for an object."""
-
-    def spread(values: list[int]) -> list[int]:
-        following = iter(values)
-        return [0 if kind else next(following) for kind in kinds]
-
-    return spread
+def _spread(values: list[int], kinds: bytes) -> list[int]:
+    """Turn a column with an entry for each tensor into one for each key; 0 for an object."""
+    following = iter(values)
+    return [0 if kind else next(following) for kind in kinds]
 
 
 def ints(column: bytes, typecode: Literal["q", "I", "B"]) -> "memoryview[int]":
@@ -149,6 +127,13 @@ def column(values: Iterable[int], typecode: str) -> bytes:
         packed = array(typecode, packed)
         packed.byteswap()
     return packed.tobytes()
+
+
+def numbered(values: Iterable[H]) -> tuple[list[H], list[int]]:
+    """The different values in the order in which they come, and for each value its number among them."""
+    numbers: dict[H, int] = {}
+    used = [numbers.setdefault(value, len(numbers)) for value in values]
+    return list(numbers), used
 
 
 def concatenated(rows: Iterable[Sequence[int]]) -> Iterable[int]:

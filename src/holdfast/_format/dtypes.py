@@ -5,8 +5,6 @@ A new dtype of torch is one line here.
 
 from typing import NamedTuple
 
-__all__ = ["DTYPES", "TYPED_STORAGES", "UNTYPED_STORAGE", "Dtype"]
-
 UNTYPED_STORAGE = "UntypedStorage"
 """The class of storages that do not say the dtype of their elements."""
 

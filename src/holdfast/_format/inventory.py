@@ -8,13 +8,11 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from holdfast._format import metadata_file
+from holdfast._format.description import ints
 from holdfast._format.dtypes import DTYPES
 from holdfast._format.item_table import StorageInfo
-from holdfast._format.manifest import Manifest, decode, ints
+from holdfast._format.manifest import Manifest, decode
 from holdfast._format.paths import decode_paths
-
-__all__ = ["Inventory", "ObjectEntry", "StoredChunk", "TensorEntry", "read_inventory"]
-
 
 Ints: TypeAlias = tuple[int, ...]
 

@@ -9,8 +9,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-__all__ = ["COLUMNS", "Column", "StorageInfo", "default_number"]
-
 
 class Column(NamedTuple):
     """How one field is kept for all items: one number for each.

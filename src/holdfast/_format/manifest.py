@@ -15,24 +15,11 @@ from holdfast._format.description import (
     OBJECT,
     TENSOR,
     Description,
-    column,
     find_bad_box,
     ints,
 )
 from holdfast._format.item_table import COLUMNS, Column, StorageInfo
 from holdfast.errors import MetadataFormatError
-
-__all__ = [
-    "CHECKSUM_ALGORITHM",
-    "FORMAT_MAJOR",
-    "FORMAT_MINOR",
-    "Manifest",
-    "StoredItems",
-    "column",
-    "decode",
-    "encode",
-    "ints",
-]
 
 FORMAT_MAJOR = 1
 """Raised when an older reader would misread; a reader refuses a newer one."""

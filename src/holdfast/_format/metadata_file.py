@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from holdfast.errors import MetadataFormatError
 
-__all__ = ["MARK", "Sections", "join", "split"]
-
 MAGIC = b"HOLDFAST"
 MARK = "holdfast"
 """Stands in the modules that our pickle for torch lists, so that a file that lost its footer is not taken for

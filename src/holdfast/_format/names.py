@@ -15,21 +15,6 @@ import os
 import re
 from dataclasses import dataclass
 
-__all__ = [
-    "METADATA",
-    "DataFile",
-    "data_file_name",
-    "is_data_file",
-    "is_leftover",
-    "lease_name",
-    "metadata_name",
-    "metadata_rank",
-    "parse_data_file",
-    "save_of_lease",
-    "shows_a_checkpoint",
-    "temporary_name",
-]
-
 METADATA = ".metadata"
 """The file that makes a checkpoint exist."""
 

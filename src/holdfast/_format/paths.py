@@ -5,8 +5,6 @@ from typing import Any
 from holdfast._format.typed_key import TypedKey
 from holdfast.errors import MetadataFormatError, PlanError
 
-__all__ = ["decode_containers", "decode_paths", "encode_containers", "encode_paths"]
-
 _KINDS = ("dict", "OrderedDict", "list")
 
 

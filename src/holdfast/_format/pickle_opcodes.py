@@ -3,16 +3,6 @@
 import struct
 from collections.abc import Iterable
 
-__all__ = [
-    "PACK_COUNT",
-    "Table",
-    "encode_int",
-    "encode_ints",
-    "encode_tuple",
-    "reference_number",
-    "tuple_opcodes",
-]
-
 _BYTE_INTS = [b"K%c" % number for number in range(256)]
 _INT2 = struct.Struct("<cH").pack
 _INT4 = struct.Struct("<ci").pack

@@ -23,8 +23,6 @@ from holdfast._format.torch_item_zip import CENTRAL, END, FLAG_DESCRIPTOR, LOCAL
 from holdfast._geometry import row_major_strides, volume
 from holdfast.errors import UsageError
 
-__all__ = ["ItemFrame", "bytes_item", "tensor_item"]
-
 # One cache line, and what torch itself keeps; a page where direct reads and memory maps want one. Half a
 # page of padding is under 0.4 % of what it is paid for.
 SMALL_ALIGNMENT = 64
@@ -56,11 +54,6 @@ class ItemFrame:
         combine: Gives the CRC-32 of two joined runs from theirs and the second's length; needed only with
             ``before``.
     """
-
-    __slots__ = (
-        *("_after", "_alignment", "_before", "_combine", "_descriptor", "_directory", "_end", "_header"),
-        *("_lead", "_unpadded", "_wide", "payload_nbytes", "tail_nbytes"),
-    )
 
     def __init__(
         self,

@@ -15,8 +15,6 @@ from holdfast._format.torch_pickle_machine import DAMAGE, Machine
 from holdfast._format.torch_pickle_names import ORDERED_DICT, SIZE, Call, Symbol, make_size
 from holdfast.errors import IntegrityError
 
-__all__ = ["TensorLayout", "read_item_layout"]
-
 # The pickle of a plain tensor takes some 200 bytes, and 20 more for each dimension.
 _LONGEST_PICKLE = 64 * 1024
 

@@ -11,8 +11,6 @@ from typing import NamedTuple, NoReturn
 
 from holdfast.errors import ChecksumError, IntegrityError, TruncatedFileError
 
-__all__ = ["CENTRAL", "END", "FLAG_DESCRIPTOR", "LOCAL", "UNSET", "Archive", "ArchiveRecord"]
-
 # The header of a record, its entry in the directory, and the end of the directory.
 LOCAL = struct.Struct("<4s5H3L2H")
 CENTRAL = struct.Struct("<4s6H3L5H2L")

@@ -1,21 +1,16 @@
 """Makes a manifest of the metadata of a checkpoint that torch wrote, so that both kinds are read alike."""
 
-from collections.abc import Hashable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 from holdfast._format import metadata_file
-from holdfast._format.description import OBJECT, TENSOR, column, concatenated
+from holdfast._format.description import OBJECT, TENSOR, column, concatenated, numbered
 from holdfast._format.item_table import COLUMNS, default_number
 from holdfast._format.manifest import Manifest
 from holdfast._format.torch_pickle_records import TorchMetadata, TorchStorage, TorchTensor
 from holdfast.errors import MetadataFormatError
 
-__all__ = ["manifest_of_torch"]
-
 _NO_PLACE = TorchStorage("", 0, -1)
 _BLOCK_SIZE = 1 << 20
-
-H = TypeVar("H", bound=Hashable)
 
 
 def manifest_of_torch(stored: TorchMetadata, *, path: str) -> Manifest:
@@ -42,9 +37,9 @@ def manifest_of_torch(stored: TorchMetadata, *, path: str) -> Manifest:
         for offsets in ([o for o, _ in entry.chunks] if isinstance(entry, TorchTensor) else [None])
     ]
     # torch's writer records a stack of transforms in the order of writing; a reader undoes it backwards.
-    stacks, item_stacks = _numbered(tuple(reversed(place.descriptors)) for place in places)
-    files, item_files = _numbered(place.path for place in places)
-    properties, tensor_properties = _numbered(entry.properties for entry in tensors)
+    stacks, item_stacks = numbered(tuple(reversed(place.descriptors)) for place in places)
+    files, item_files = numbered(place.path for place in places)
+    properties, tensor_properties = numbered(entry.properties for entry in tensors)
     ends = dict.fromkeys(files, 0)
     for place in places:
         ends[place.path] = max(ends[place.path], place.offset + place.nbytes)
@@ -86,10 +81,3 @@ def manifest_of_torch(stored: TorchMetadata, *, path: str) -> Manifest:
         containers=[],
         **items,
     )
-
-
-def _numbered(values: Iterable[H]) -> tuple[list[H], list[int]]:
-    """The different values in the order in which they come, and for each value its number among them."""
-    numbers: dict[H, int] = {}
-    used = [numbers.setdefault(value, len(numbers)) for value in values]
-    return list(numbers), used

@@ -1,5 +1,6 @@
 """Reads torch's ``.metadata`` pickles into checked, torch-free records, without running anything in them."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
@@ -35,8 +36,6 @@ from holdfast._format.torch_pickle_records import (
 )
 from holdfast._format.torch_pickle_rows import Rows
 from holdfast.errors import IntegrityError, MetadataFormatError, UnsafeMetadataError
-
-__all__ = ["read_plain_pickle", "read_torch_metadata"]
 
 _T = TypeVar("_T")
 
@@ -125,10 +124,7 @@ class _Checker:
         fields = self._fields(value, TENSOR, key)
         properties = self._tensor_properties(fields.get("properties"), key)
         shape = self._checked_dims(fields.get("size"), key, "shape")
-        nbytes = DTYPES[properties.dtype].itemsize
-        for dim in shape:
-            nbytes *= dim
-        if nbytes >= _LIMIT:
+        if DTYPES[properties.dtype].itemsize * math.prod(shape) >= _LIMIT:
             self._refuse(key, f"its shape {_shown(shape)} takes more than 2**63 bytes")
         chunks = self._typed(fields.get("chunks"), list, key, "chunks")
         self._charge(key, len(chunks))

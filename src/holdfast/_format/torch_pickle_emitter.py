@@ -12,18 +12,12 @@ from holdfast._format.torch_pickle_names import LAYOUTS, MEMORY_FORMATS
 from holdfast._format.torch_pickle_records import Ints, TorchProperties
 from holdfast.errors import UsageError
 
-__all__ = ["Emitter", "size_opcodes"]
-
-_METADATA = b"torch.distributed.checkpoint.metadata"
+_OF_METADATA = (
+    *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+    *("TensorProperties", "_MEM_FORMAT_ENCODING", "MetadataIndex", "StorageMeta"),
+)
 _GLOBALS = {
-    "Metadata": _METADATA,
-    "TensorStorageMetadata": _METADATA,
-    "BytesStorageMetadata": _METADATA,
-    "ChunkStorageMetadata": _METADATA,
-    "TensorProperties": _METADATA,
-    "_MEM_FORMAT_ENCODING": _METADATA,
-    "MetadataIndex": _METADATA,
-    "StorageMeta": _METADATA,
+    **dict.fromkeys(_OF_METADATA, b"torch.distributed.checkpoint.metadata"),
     "_StorageInfo": b"torch.distributed.checkpoint.filesystem",
     "_get_layout": b"torch.serialization",
     "Size": b"torch",

@@ -15,10 +15,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Protocol
 
-from holdfast._format.torch_pickle_names import Built, Call, Record, Symbol, add_to_dict, add_to_set
+from holdfast._format.torch_pickle_names import (
+    Built,
+    Call,
+    Record,
+    Symbol,
+    add_to_dict,
+    add_to_set,
+    make_frozenset,
+)
 from holdfast.errors import MetadataFormatError, TruncatedFileError, UnsafeMetadataError
-
-__all__ = ["DAMAGE", "Machine", "RowReader"]
 
 _FLOAT = struct.Struct(">d")
 _STOP, _MEMOIZE = pickle.STOP[0], pickle.MEMOIZE[0]
@@ -319,12 +325,6 @@ def _counted(width: int, make: type) -> Callable[[Machine], None]:
     return _push(lambda machine: make(machine.take(machine.number(width))))
 
 
-def _frozenset(machine: Machine) -> frozenset[Any]:
-    members: set[Any] = set()
-    add_to_set(members, machine.pop_mark())
-    return frozenset(members)
-
-
 _HANDLERS: list[Callable[[Machine], None] | None] = [None] * 256
 for _opcode, _handler in {
     pickle.PROTO: _proto,
@@ -355,7 +355,7 @@ for _opcode, _handler in {
     pickle.TUPLE1: _tuple_of(1),
     pickle.TUPLE2: _tuple_of(2),
     pickle.TUPLE3: _tuple_of(3),
-    pickle.FROZENSET: _push(_frozenset),
+    pickle.FROZENSET: _push(lambda machine: make_frozenset(machine.pop_mark())),
     pickle.APPEND: lambda machine: machine.append_items(machine.pop(1)),
     pickle.APPENDS: lambda machine: machine.append_items(machine.pop_mark()),
     pickle.SETITEM: lambda machine: machine.set_items(machine.pop(2)),

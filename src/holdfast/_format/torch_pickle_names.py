@@ -13,29 +13,6 @@ from typing import Any
 
 from holdfast._format.dtypes import DTYPES
 
-__all__ = [
-    "ALLOWED",
-    "CHUNK",
-    "INDEX",
-    "MAX_NDIM",
-    "METADATA",
-    "OBJECT",
-    "ORDERED_DICT",
-    "PROPERTIES",
-    "SIZE",
-    "STORAGE_INFO",
-    "STORAGE_META",
-    "TENSOR",
-    "Built",
-    "Call",
-    "IndexKey",
-    "Record",
-    "Symbol",
-    "add_to_dict",
-    "add_to_set",
-    "make_size",
-]
-
 # torch itself refuses more than 64 dimensions.
 MAX_NDIM = 64
 _MAX_KEY_PARTS = MAX_NDIM + 8
@@ -172,7 +149,8 @@ def _make_set(items: object = ()) -> set[Any]:
     return made
 
 
-def _make_frozenset(items: object = ()) -> frozenset[Any]:
+def make_frozenset(items: object = ()) -> frozenset[Any]:
+    """The frozenset of a list of members, as ``add_to_set`` takes them."""
     return frozenset(_make_set(items))
 
 
@@ -193,19 +171,11 @@ def _get_member(owner: object, name: object) -> Symbol:
     return _BY_NAME[_checked_str(name)]
 
 
-def _make_ordered_dict() -> OrderedDict[Any, Any]:
-    return OrderedDict()
-
-
 def _make_bytes(text: object, encoding: object) -> bytes:
     # How protocols 2 and 3 write bytes.
     if encoding != "latin1":
         raise ValueError("bytes are encoded in latin1")
     return _checked_str(text).encode("latin1")
-
-
-def _make_empty_bytes() -> bytes:
-    return b""
 
 
 def _make_bytearray(content: object = b"") -> bytearray:
@@ -242,11 +212,9 @@ INDEX = Record("MetadataIndex")
 STORAGE_META = Record("StorageMeta")
 STORAGE_INFO = Record("_StorageInfo", ("relative_path", "offset", "length"))
 SIZE = Call("torch.Size", make_size)
-ORDERED_DICT = Call("OrderedDict", _make_ordered_dict)
+ORDERED_DICT = Call("OrderedDict", lambda: OrderedDict())  # noqa: PLW0108 - it takes no arguments
 MEMORY_FORMAT = Call("_MEM_FORMAT_ENCODING", _make_memory_format)
 
-_POSIX_PATH = Call("a path", _join_posix, copies=True)
-_WINDOWS_PATH = Call("a path", _join_windows, copies=True)
 _CHECKPOINT = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 
@@ -265,14 +233,10 @@ ALLOWED: dict[tuple[str, str], Record | Call | Symbol] = {
     ("torch.serialization", "_get_layout"): Call("a layout", _make_layout),
     # Python 3.13 alone says pathlib._local.
     **{
-        (module, name): _POSIX_PATH
+        (module, f"{pure}{name}Path"): Call("a path", join, copies=True)
         for module in ("pathlib", "pathlib._local")
-        for name in ("PosixPath", "PurePosixPath")
-    },
-    **{
-        (module, name): _WINDOWS_PATH
-        for module in ("pathlib", "pathlib._local")
-        for name in ("WindowsPath", "PureWindowsPath")
+        for pure in ("", "Pure")
+        for name, join in (("Posix", _join_posix), ("Windows", _join_windows))
     },
     ("collections", "OrderedDict"): ORDERED_DICT,
     ("_codecs", "encode"): Call("_codecs.encode", _make_bytes, copies=True),
@@ -282,10 +246,10 @@ ALLOWED: dict[tuple[str, str], Record | Call | Symbol] = {
         for module in ("builtins", "__builtin__")
         for name, stand_in in (
             ("getattr", Call("getattr", _get_member)),
-            ("bytes", Call("bytes", _make_empty_bytes)),
+            ("bytes", Call("bytes", lambda: b"")),
             ("bytearray", Call("bytearray", _make_bytearray, copies=True)),
             ("set", Call("set", _make_set, copies=True)),
-            ("frozenset", Call("frozenset", _make_frozenset, copies=True)),
+            ("frozenset", Call("frozenset", make_frozenset, copies=True)),
         )
     },
 }

@@ -3,18 +3,6 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-__all__ = [
-    "Chunk",
-    "Ints",
-    "StorageKey",
-    "TorchMetadata",
-    "TorchObject",
-    "TorchProperties",
-    "TorchStorage",
-    "TorchStorageMeta",
-    "TorchTensor",
-]
-
 # Named tuples, because there may be millions of them: frozen dataclasses take twice as long to make.
 
 Ints: TypeAlias = tuple[int, ...]

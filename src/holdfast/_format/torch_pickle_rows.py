@@ -26,8 +26,6 @@ from holdfast._format.torch_pickle_names import (
 )
 from holdfast._format.torch_pickle_records import TorchProperties, TorchStorage
 
-__all__ = ["Rows"]
-
 # What a pickler remembers and never refers to again, such as the dict of a row's fields.
 _GONE = Symbol("part", "of a row")
 

@@ -19,8 +19,6 @@ from holdfast._format.pickle_opcodes import Table, reference_number
 from holdfast._format.torch_pickle_emitter import Emitter, size_opcodes
 from holdfast._format.torch_pickle_records import TorchProperties
 
-__all__ = ["write_torch_metadata"]
-
 # Python's own picklers batch by 1000, which keeps a reader's stack short.
 _BATCH = 1000
 _FRAME = struct.Struct("<cQ").pack

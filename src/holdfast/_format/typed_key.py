@@ -4,8 +4,6 @@ from typing import Any
 
 from typing_extensions import Self
 
-__all__ = ["TypedKey"]
-
 
 class TypedKey(str):
     """Looks like ``str(value)``, as torch's paths have it, and remembers ``value``."""

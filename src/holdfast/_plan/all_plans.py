@@ -10,12 +10,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from holdfast._format.description import OBJECT, TENSOR, Description, column, concatenated
+from holdfast._format.description import OBJECT, TENSOR, Description, column, concatenated, numbered
 from holdfast._plan.metadata_entries import boxes_column, properties_in_words
 from holdfast._plan.write_columns import SHARD, WriteColumns
 from holdfast.errors import InvalidPlanError
-
-__all__ = ["AllPlans"]
 
 
 class AllPlans:
@@ -73,8 +71,7 @@ class AllPlans:
         return found
 
     def _check_keys(self) -> None:
-        families: dict[Any, int] = {}
-        of_form = [families.setdefault((f.size, f.properties[0]), len(families)) for f in self.forms]
+        _, of_form = numbered((form.size, form.properties[0]) for form in self.forms)
         key = self.key[self.order]
         family = torch.tensor([*of_form, -1])[self.form][self.order]
         wrong = ((key[1:] == key[:-1]) & (family[1:] != family[:-1])).nonzero()
@@ -124,16 +121,12 @@ class AllPlans:
         first = self.form[order[begins]].tolist() if len(self.keys) else []
         tensors = [self.forms[number] for number in first if number >= 0]
         counts = torch.diff(begins, append=torch.tensor([len(order)])).tolist()
-        vocabulary: dict[Any, int] = {}
-        words = [
-            vocabulary.setdefault(properties_in_words(*form.properties), len(vocabulary))
-            for form in self.forms
-        ]
+        properties, words = numbered(properties_in_words(*form.properties) for form in self.forms)
         chunks = order[self.form[order] >= 0]
         description = Description(
             keys=self.keys,
             kinds=bytes(OBJECT if number < 0 else TENSOR for number in first),
-            properties=list(vocabulary),
+            properties=properties,
             tensor_properties=column([words[number] for number in first if number >= 0], "I"),
             tensor_ndims=bytes(len(form.size) for form in tensors),
             tensor_shapes=column(concatenated(form.size for form in tensors), "q"),

@@ -11,8 +11,6 @@ from holdfast._plan.all_plans import AllPlans
 from holdfast._plan.write_columns import SHARD, Form, WriteColumns, WriteItems, is_open
 from holdfast.planner import SavePlan
 
-__all__ = ["dedup_save_plans"]
-
 # Below this a part is not worth an item of its own.
 _SMALLEST_PART = 128 * 1024
 # A part is at most this fraction of what a rank writes: so the ranks' totals differ by no more than that.

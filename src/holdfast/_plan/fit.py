@@ -2,7 +2,6 @@
 
 import logging
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,23 +16,21 @@ from holdfast.errors import PlanError
 from holdfast.metadata import Metadata
 from holdfast.per_rank import rank_key
 
-__all__ = ["Fit", "plan_load"]
-
 logger = logging.getLogger(__name__)
 _MOST_NAMED = 20
 
 
-@dataclass(frozen=True)
-class Fit:
-    """How closely a checkpoint must fit; see ``DefaultLoadPlanner`` for the meanings."""
-
-    allow_missing: bool = False
-    refuse_unexpected: bool | None = None
-    cast: bool | None = None
-
-
-def plan_load(state: dict[str, Any], metadata: Metadata, fit: Fit) -> ReadColumns:
+def plan_load(
+    state: dict[str, Any],
+    metadata: Metadata,
+    *,
+    allow_missing: bool,
+    refuse_unexpected: bool | None,
+    cast: bool | None,
+) -> ReadColumns:
     """What is to be read to fill a flat state, once it is known that everything fits.
+
+    The last three say how closely it must fit; see ``DefaultLoadPlanner`` for their meanings.
 
     Raises:
         PlanError: Something does not fit; it lists everything that does not, over all keys.
@@ -50,7 +47,7 @@ def plan_load(state: dict[str, Any], metadata: Metadata, fit: Fit) -> ReadColumn
     for key, value in state.items():
         number = numbers.get(key)
         if number is None:
-            if not fit.allow_missing:
+            if not allow_missing:
                 report.add_missing(key, numbers)
             continue
         if kinds[number] == OBJECT:
@@ -72,9 +69,10 @@ def plan_load(state: dict[str, Any], metadata: Metadata, fit: Fit) -> ReadColumn
             add_key(key)
             add_row(row[number])
             continue
-        _check_tensor(key, size(shape), dtypes[properties[number]], value, fit.cast, report, narrowed)
+        _check_tensor(key, size(shape), dtypes[properties[number]], value, cast, report, narrowed)
         sharded.append((key, number))
-    _check_unexpected(state, metadata, fit, report)
+    if refuse_unexpected is not False:
+        _check_unexpected(state, metadata, report, refuse=refuse_unexpected)
     report.raise_if_any()
     for key, number in sharded:
         fill_tensor(columns, key, number, state[key])
@@ -139,9 +137,9 @@ def _kind(dtype: torch.dtype) -> str:
     return "bool" if dtype == torch.bool else "int"
 
 
-def _check_unexpected(state: dict[str, Any], metadata: Metadata, fit: Fit, report: FitReport) -> None:
-    if fit.refuse_unexpected is False:
-        return
+def _check_unexpected(
+    state: dict[str, Any], metadata: Metadata, report: FitReport, *, refuse: bool | None
+) -> None:
     if (
         len(state) == len(metadata.state_dict_metadata)
         and state.keys() == metadata.state_dict_metadata.keys()
@@ -152,7 +150,7 @@ def _check_unexpected(state: dict[str, Any], metadata: Metadata, fit: Fit, repor
     own = {told.place for key in state if (told := rank_key(key)) is not None}
     if own:
         unexpected = [key for key in unexpected if (told := rank_key(key)) is None or told.place not in own]
-    if fit.refuse_unexpected:
+    if refuse:
         for key in unexpected:
             problem = "is in the checkpoint, but not in the state; strict=False ignores it"
             report.add("unexpected", key, problem)

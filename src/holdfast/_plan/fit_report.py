@@ -6,8 +6,6 @@ from typing import Literal, TypeAlias, get_args
 
 from holdfast.errors import DtypeMismatchError, MissingKeyError, PlanError, ShapeMismatchError
 
-__all__ = ["FitReport"]
-
 _MOST_LINES = 20
 
 Kind: TypeAlias = Literal["missing", "unexpected", "shape", "dtype", "kind"]

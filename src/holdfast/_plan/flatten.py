@@ -13,18 +13,6 @@ from holdfast._format.typed_key import TypedKey
 from holdfast._plan.interning import pack, unpack
 from holdfast.errors import UsageError
 
-__all__ = [
-    "Container",
-    "Path",
-    "Slot",
-    "Structure",
-    "containers_of",
-    "flatten",
-    "merge_structures",
-    "true_key",
-    "unflatten",
-]
-
 Path: TypeAlias = "tuple[str | int, ...]"
 """How to reach a leaf: strings are keys of dicts, ints are positions in lists."""
 

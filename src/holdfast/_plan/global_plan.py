@@ -20,8 +20,6 @@ from holdfast._plan.write_columns import WriteColumns, WriteItems, columns_of, i
 from holdfast.metadata import Metadata, MetadataIndex
 from holdfast.planner import SavePlan, WriteItem
 
-__all__ = ["describe", "find_problems", "merge"]
-
 
 def merge(
     plans: list[SavePlan], *, lowest_rank: bool, may_split: bool = False
@@ -65,7 +63,7 @@ def describe(
 
 
 def _with_hints(plan: SavePlan, columns: WriteColumns, hints: "array[int]") -> SavePlan:
-    items: list[WriteItem] = WriteItems(columns.with_hints(hints))
+    items: list[WriteItem] = WriteItems(dataclasses.replace(columns, hints=hints))
     if is_open(plan):
         items = [
             item if hint < 0 or item.index.index == hint else _hinted(item, hint)

@@ -5,8 +5,6 @@ import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["pack", "unpack"]
-
 T = TypeVar("T")
 
 

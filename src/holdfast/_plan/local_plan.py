@@ -15,8 +15,6 @@ from holdfast._tensors.chunks import (
     refuse_unsavable,
 )
 
-__all__ = ["plan_local_save"]
-
 _LARGE = 1 << 20
 
 

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 
 from holdfast._deferred import DeferredEntries, DeferredList
-from holdfast._format.description import OBJECT, TENSOR, Description, Directory, column, concatenated
+from holdfast._format.description import (
+    OBJECT,
+    TENSOR,
+    Description,
+    Directory,
+    column,
+    concatenated,
+    numbered,
+)
 from holdfast.errors import MetadataFormatError
 from holdfast.metadata import (
     MEMORY_FORMATS,
@@ -22,19 +30,6 @@ from holdfast.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-
-__all__ = [
-    "MetadataEntries",
-    "boxes_column",
-    "chunk_boxes",
-    "column_of",
-    "description_of",
-    "directory_of",
-    "dtypes_of",
-    "is_one_whole_chunk",
-    "numbers_of",
-    "properties_in_words",
-]
 
 
 class MetadataEntries(DeferredEntries[STORAGE_TYPES]):
@@ -98,15 +93,11 @@ def description_of(metadata: Metadata) -> Description:
         return entries.columns
     tensors = [entry for entry in entries.values() if isinstance(entry, TensorStorageMetadata)]
     chunks = [chunk for entry in tensors for chunk in entry.chunks]
-    numbers: dict[Any, int] = {}
-    used = [
-        numbers.setdefault(properties_in_words(*entry.properties.__getstate__()), len(numbers))
-        for entry in tensors
-    ]
+    properties, used = numbered(properties_in_words(*entry.properties.__getstate__()) for entry in tensors)
     return Description(
         keys=list(entries),
         kinds=bytes(TENSOR if isinstance(e, TensorStorageMetadata) else OBJECT for e in entries.values()),
-        properties=list(numbers),
+        properties=properties,
         tensor_properties=column(used, "I"),
         tensor_ndims=bytes(len(entry.size) for entry in tensors),
         tensor_shapes=column(concatenated(entry.size for entry in tensors), "q"),
@@ -124,12 +115,6 @@ def column_of(numbers: torch.Tensor, *, small: bool = False) -> bytes:
     return (
         raw if sys.byteorder == "little" else column(array("I" if small else "q", raw), "I" if small else "q")
     )
-
-
-def numbers_of(column: bytes, *, small: bool = False) -> torch.Tensor:
-    """A column of 64 bits each, or of 32, as a new tensor; only for little-endian machines."""
-    dtype = torch.int32 if small else torch.int64
-    return torch.frombuffer(bytearray(column), dtype=dtype) if column else torch.empty(0, dtype=dtype)
 
 
 def boxes_column(sizes: Sequence[Sequence[int]], used: torch.Tensor) -> bytes:

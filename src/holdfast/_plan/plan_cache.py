@@ -10,8 +10,6 @@ from holdfast.errors import InvalidPlanError
 from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan, SavePlanner
 
-__all__ = ["PlanCache", "new_cache_key"]
-
 _AS_LAST_TIME = SavePlan([], usable=False)
 _numbers = itertools.count(1)
 

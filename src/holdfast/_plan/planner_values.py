@@ -6,8 +6,6 @@ That is right only while nobody has overridden the methods that find values.
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["HasOwnValues", "finds_values_itself", "own_values"]
-
 
 class HasOwnValues:
     """A planner whose methods look values up in its flat state.

@@ -11,8 +11,6 @@ from holdfast._format.description import Directory
 from holdfast.metadata import MetadataIndex
 from holdfast.planner import LoadItemType, LoadPlan, ReadItem
 
-__all__ = ["ReadColumns", "ReadItems", "keys_of"]
-
 _NOWHERE = torch.Size([0])
 
 

@@ -10,8 +10,6 @@ from holdfast._tensors.dtensors import held_pieces, memory_of_piece
 from holdfast._tensors.tensor_fingerprint import fingerprint_tensor
 from holdfast.per_rank import rank_key
 
-__all__ = ["fingerprint_replicas"]
-
 
 def fingerprint_replicas(
     state: dict[str, Any], *, full: bool

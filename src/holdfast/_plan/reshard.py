@@ -13,8 +13,6 @@ from holdfast.errors import InvalidPlanError
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex
 from holdfast.planner import LoadItemType, ReadItem
 
-__all__ = ["fill_tensor"]
-
 # From so many chunks on it is cheaper to look for the ones that matter in one pass over the columns.
 _MANY = 16
 

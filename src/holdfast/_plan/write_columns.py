@@ -6,7 +6,7 @@ two numbers, which refer to short lists: one of forms, one of offsets.
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,18 +16,6 @@ from holdfast._deferred import DeferredList
 from holdfast._plan.interning import pack, unpack
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from holdfast.planner import BytesIOWriteData, SavePlan, TensorWriteData, WriteItem, WriteItemType
-
-__all__ = [
-    "BYTE_IO",
-    "SHARD",
-    "TENSOR",
-    "Form",
-    "Numbering",
-    "WriteColumns",
-    "WriteItems",
-    "columns_of",
-    "is_open",
-]
 
 TENSOR, SHARD, BYTE_IO = (kind.value for kind in WriteItemType)
 _TYPES = {kind.value: kind for kind in WriteItemType}
@@ -114,10 +102,6 @@ class WriteColumns:
             self.offsets.copy(),
             {at: self.nbytes[n] for at, n in enumerate(numbers) if n in self.nbytes} if self.nbytes else {},
         )
-
-    def with_hints(self, hints: "array[int]") -> "WriteColumns":
-        """The same items with other hints."""
-        return replace(self, hints=hints)
 
     def items(self) -> Iterator[WriteItem]:
         """The items as records."""

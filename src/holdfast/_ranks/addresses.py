@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Address", "address_of_port", "hosts_to_try"]
-
 _LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
 _SCOPE_GLOBAL = 0

@@ -18,9 +18,6 @@ import secrets
 import struct
 from typing import NamedTuple
 
-__all__ = ["ANSWER_SIZE", "CHALLENGE_SIZE", "REPLY_SIZE", "ConnectionRequest", "answer", "check_answer"]
-__all__ += ["check_reply", "new_secret", "reply"]
-
 CHALLENGE_SIZE = 32
 _PROOF_SIZE = 32
 _REQUEST = struct.Struct("!IH16s")

@@ -20,8 +20,6 @@ from typing_extensions import Self
 
 from holdfast.errors import StorageError
 
-__all__ = ["Broadcast", "broadcast_key"]
-
 _PIECE = 1 << 20
 _CHECK_INTERVAL = 0.1  # seconds without progress after which a rank checks whether another one is lost
 _BROKEN_CHECKS = 100

@@ -29,8 +29,6 @@ from holdfast._ranks.listener import MOST_UNPROVED
 from holdfast._ranks.worker import WorkerEnd
 from holdfast.errors import WRAPPED_EXCEPTION, CheckpointException, UsageError
 
-__all__ = ["Channel", "open_channel"]
-
 _OTHER_FILES = 32  # files that a save itself has open at the same time, with some to spare
 
 

@@ -15,8 +15,6 @@ from holdfast._ranks.messages import Message, MessageKind
 from holdfast._ranks.peer import LifeCheck, Peer
 from holdfast._ranks.sockets import closed_in_children
 
-__all__ = ["ChannelEnd", "EventLoop"]
-
 _WARN_AFTER = 60.0  # seconds of waiting for others until it is worth a line in the log
 
 

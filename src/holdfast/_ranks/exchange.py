@@ -16,8 +16,6 @@ from typing_extensions import Self
 from holdfast._ranks.broadcast import Broadcast
 from holdfast.errors import CheckpointException
 
-__all__ = ["Alone", "Exchange"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -28,11 +26,12 @@ class Exchange(abc.ABC):
     An exchange serves one save or one load, in a with-block; all ranks take the same steps in the same
     order. If a rank leaves the block by an exception, the next step of the others fails at once. After a
     failed step every further step raises the same failure. To implement an exchange (to run many ranks in
-    one process, say), give it the three attributes and :meth:`decide`.
+    one process, say), give it the first four attributes and :meth:`decide`.
 
     Attributes:
         rank: This rank's number in the group.
         world_size: How many ranks there are.
+        group_size: How many ranks the group has, whether or not they take part.
         is_coordinator: Whether this rank decides.
         outcome_is_known: False after a step that raised here although the coordinator may have decided it, or
             may still do so: this rank had done its part, and then was interrupted or lost the coordinator.
@@ -42,14 +41,10 @@ class Exchange(abc.ABC):
 
     rank: int
     world_size: int
+    group_size: int
     is_coordinator: bool
     outcome_is_known: bool = True
     can_broadcast: bool = False
-
-    @property
-    def group_size(self) -> int:
-        """How many ranks the group has, whether or not they take part."""
-        return self.world_size
 
     @abc.abstractmethod
     def decide(self, step: str, part: Callable[[], T], decision: Callable[[list[T]], Sequence[R]]) -> R:
@@ -99,12 +94,7 @@ class Exchange(abc.ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(  # noqa: B027 - a process alone has nobody to tell
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:  # noqa: B027
         """Leave the exchange; a rank that leaves by an exception tells the others."""
 
 
@@ -113,14 +103,9 @@ class Alone(Exchange):
 
     def __init__(self, rank: int = 0, group_size: int = 1) -> None:
         self.rank = rank
-        self._group_size = group_size
+        self.group_size = group_size
         self.world_size = 1
         self.is_coordinator = True
-
-    @property
-    def group_size(self) -> int:
-        """How many ranks the group has; this one works without the others."""
-        return self._group_size
 
     def decide(self, step: str, part: Callable[[], T], decision: Callable[[list[T]], Sequence[R]]) -> R:
         """Run ``part``, then ``decision``."""

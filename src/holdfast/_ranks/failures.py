@@ -8,9 +8,6 @@ from typing import Any, NamedTuple, TypeAlias
 from holdfast._ranks.messages import Segments, decode, encode
 from holdfast.errors import WRAPPED_EXCEPTION, RankLostError, RemoteError, portable_failure
 
-__all__ = ["Failures", "SessionFailedError", "SessionFailure", "attempt"]
-__all__ += ["lost_rank", "pack", "silent_rank", "unpack"]
-
 Failures: TypeAlias = dict[int, WRAPPED_EXCEPTION]
 
 

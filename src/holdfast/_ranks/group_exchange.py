@@ -21,8 +21,6 @@ from holdfast._ranks.messages import Segments, decode, encode
 from holdfast._ranks.worker import WorkerEnd
 from holdfast.errors import CheckpointException, UsageError, portable_failure
 
-__all__ = ["DEFAULT_PEER_TIMEOUT", "GroupExchange", "open_exchange"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -80,7 +78,7 @@ class GroupExchange(Exchange):
 
     def __init__(self, channel: Channel, purpose: str, peer_timeout: float) -> None:
         self.rank = channel.rank
-        self.world_size = len(channel.addresses)
+        self.world_size = self.group_size = len(channel.addresses)
         self.is_coordinator = isinstance(channel.end, CoordinatorEnd)
         self._channel = channel
         self._end = channel.end
@@ -219,12 +217,7 @@ class GroupExchange(Exchange):
         with _raising_for_all():
             self._end.raise_if_given_up(self._number, self._last_step)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         """End the session for this rank, or for all if it leaves by an error of its own."""
         if not self._abandon.alive:
             return

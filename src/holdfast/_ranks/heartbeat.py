@@ -18,8 +18,6 @@ import torch.distributed as dist
 
 from holdfast._ranks.sockets import closed_in_children, listen
 
-__all__ = ["HeartbeatProbe", "heartbeat_port"]
-
 _stores: dict[int, Any] = {}  # by process: a forked child inherits the store without its thread
 _opening = threading.Lock()
 _DEFER_ACCEPT = 3600  # seconds; the kernel makes it about so many

@@ -19,8 +19,6 @@ from holdfast._ranks.failures import Failures, SessionFailure, lost_rank, silent
 from holdfast._ranks.messages import Segments
 from holdfast.errors import WRAPPED_EXCEPTION, UsageError
 
-__all__ = ["Label", "Ledger", "Session", "different_calls"]
-
 # The part of a timeout that the coordinator waits for other parts after one has failed, so that all
 # failures of a step are raised together.
 _GRACE = 0.25

@@ -19,8 +19,6 @@ from holdfast._ranks.heartbeat import heartbeat_port
 from holdfast._ranks.sockets import closed_in_children, listen, open_connection
 from holdfast.errors import CheckpointError
 
-__all__ = ["MOST_UNPROVED", "Listener", "connect"]
-
 MOST_UNPROVED = 32
 """How many connections may be open that have not proved themselves, besides those of ranks that must come."""
 

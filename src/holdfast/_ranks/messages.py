@@ -14,8 +14,6 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-__all__ = ["Message", "MessageKind", "MessageReader", "MessageSender", "Segments", "decode", "encode"]
-
 Segments: TypeAlias = Sequence[bytes | bytearray | memoryview]
 
 _HEADER = struct.Struct("!BQIH")  # kind, session, step, number of segments

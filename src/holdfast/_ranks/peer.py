@@ -8,8 +8,6 @@ import socket
 from holdfast._ranks.heartbeat import HeartbeatProbe
 from holdfast._ranks.messages import MessageReader, MessageSender
 
-__all__ = ["LifeCheck", "Peer"]
-
 
 class LifeCheck(enum.Enum):
     """What must be done to find out whether a silent peer is alive."""

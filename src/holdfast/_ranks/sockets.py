@@ -13,8 +13,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["closed_in_children", "listen", "open_connection"]
-
 S = TypeVar("S")
 
 _BACKLOG = 4096  # all ranks of a group may connect at once; the kernel has a limit of its own

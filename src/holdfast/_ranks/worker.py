@@ -23,8 +23,6 @@ from holdfast._ranks.messages import Message, MessageKind, Segments, decode, enc
 from holdfast._ranks.peer import Peer
 from holdfast.errors import WRAPPED_EXCEPTION
 
-__all__ = ["WorkerEnd"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -23,23 +23,6 @@ from holdfast._tensors.dtensors import (
 from holdfast.errors import PlanError
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex
 
-__all__ = [
-    "PLAIN_TYPES",
-    "dtype_of",
-    "find_box",
-    "find_chunk",
-    "global_shape",
-    "is_any_tensor",
-    "is_sharded",
-    "is_tensor",
-    "is_without_memory",
-    "local_chunks",
-    "local_parts",
-    "refuse_undescribable",
-    "refuse_unsavable",
-    "with_memory",
-]
-
 # The exact classes of nearly all tensors: isinstance, asked of 100,000, would take longer than all the rest.
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 

@@ -12,8 +12,6 @@ from torch.distributed.tensor.placement_types import _StridedShard  # FSDP2 over
 from holdfast._tensors.mesh_layout import Cut, HeldRuns, Piece, pieces_of, read_layout
 from holdfast.errors import PlanError
 
-__all__ = ["held_pieces", "local_tensor", "memory_of_piece", "narrowed", "with_local_memory"]
-
 
 def held_pieces(value: DTensor) -> tuple[Piece, ...]:
     """The boxes of ``value`` that this rank holds.

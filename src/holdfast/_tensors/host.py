@@ -5,8 +5,6 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["copy_of", "host_pieces", "is_plain_memory", "memory_of"]
-
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, writable; it keeps the tensor alive."""

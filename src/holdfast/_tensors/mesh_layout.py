@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Cut", "HeldRuns", "Piece", "pieces_of", "read_layout"]
-
 Run: TypeAlias = tuple[int, int]
 """Consecutive elements of one dimension: where they begin in the whole dimension, and how many they are."""
 

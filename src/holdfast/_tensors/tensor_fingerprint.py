@@ -15,8 +15,6 @@ import torch
 from holdfast._io.blocks import crc32
 from holdfast._tensors.host import copy_of, host_pieces, is_plain_memory
 
-__all__ = ["SMALL", "fingerprint_tensor"]
-
 SMALL = 64 << 10
 """Of a tensor of up to this many bytes, every element counts."""
 

@@ -23,7 +23,7 @@ __all__ = ["ProcessWriter"]
 
 
 class ProcessWriter(WriterPort):
-    """Passes every call on to ``inner``, but has the data written by a copy of its plugin in another process.
+    """The same as ``inner``, but has the data written by a copy of its plugin in another process.
 
     After the write, the plugin in the trainer gets the attributes that the copy has changed.
 
@@ -36,7 +36,7 @@ class ProcessWriter(WriterPort):
     """
 
     def __init__(self, inner: WriterPort, staged: StagedState) -> None:
-        super().__init__(inner)
+        super().__init__(**vars(inner))
         if staged.fd is None:
             raise UsageError(
                 "the writer process cannot read the staged state, because it is not in shared memory: stage "
@@ -62,7 +62,7 @@ class ProcessWriter(WriterPort):
         """
         self._refuse_if_cancelled()
         self._staged.wait()
-        self.inner.expect_files(plan)
+        self.expect_files(plan)
         request = SaveRequest(plan, request_planner(plan, planner.plugin), self.plugin)
         body = pack(request, self._staged.base)
         process = ready_writer_process()
@@ -106,14 +106,14 @@ class ProcessWriter(WriterPort):
     def commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit, in the trainer; raises CancelledError if ``cancel`` was called."""
         self._refuse_if_cancelled()
-        self.inner.commit(metadata, results)
+        super().commit(metadata, results)
 
     def abandon(self, *, outcome_is_known: bool) -> None:
         """Clean up after a failed save, once the writer process has stopped writing."""
         self.cancel()
         if self._reply is not None:
             futures.wait([self._reply])
-        self.inner.abandon(outcome_is_known=outcome_is_known)
+        super().abandon(outcome_is_known=outcome_is_known)
 
 
 def _failure_in(message: ProcessMessage, pid: int | None) -> Exception:

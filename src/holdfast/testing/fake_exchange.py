@@ -128,7 +128,7 @@ class FakeExchange(Exchange):
 
     def __init__(self, group: FakeGroup, rank: int, series: int = 0, coordinator_rank: int = 0) -> None:
         self.rank = rank
-        self.world_size = group.world_size
+        self.world_size = self.group_size = group.world_size
         self.is_coordinator = rank == coordinator_rank
         self._coordinator = coordinator_rank
         self._group = group
@@ -136,12 +136,7 @@ class FakeExchange(Exchange):
         self._steps = 0
         self._failure: CheckpointException | None = None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         """Leave. If an exception is the reason, tell the other ranks."""
         if error is not None:
             self._group.leave_one(self.rank, self._series, f"left with {type(error).__name__}: {error}")

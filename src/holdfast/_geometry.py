@@ -1,13 +1,16 @@
-"""Owns the proof that boxes cover a shape: exactly once for a save, at least once for a load."""
+"""Owns boxes in row-major arrays: where they meet and what they cover.
+
+A box is a place (``offsets``) and an extent (``lengths``), one number per dimension. A box without
+dimensions is a scalar: one element. A box with a length of 0 is legal and holds nothing. Everything here
+is integers and tuples; no array is ever made.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from math import prod
-from operator import add, itemgetter, lt, sub
-from typing import Any, Literal, TypeVar
-
-from holdfast._geometry.box import Box, contains, intersect, volume
+from operator import add, itemgetter, lt, mul, sub
+from typing import Any, Literal, NamedTuple, TypeVar
 
 # Two piles of n equal boxes overlap in n * n pairs; nobody reads more than a few.
 _MOST_PROBLEMS = 16
@@ -15,6 +18,50 @@ _MOST_PROBLEMS = 16
 _Corner = tuple[int, ...]
 _Span = tuple[_Corner, _Corner]  # first corner, and the corner after the last element
 _S = TypeVar("_S", bound=tuple[Any, ...])  # a span, with or without something after its corners
+
+
+class Box(NamedTuple):
+    """A box of an array: where it begins and how long it is, in each dimension."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+def volume(lengths: Sequence[int]) -> int:
+    """The number of elements in a box; 1 for a box without dimensions."""
+    return prod(lengths)
+
+
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Elements between neighbours along each dimension.
+
+    An empty dimension counts as one element, as torch counts it, so that strides are never 0.
+    """
+    steps = accumulate((length or 1 for length in shape[:0:-1]), mul, initial=1)
+    return tuple(reversed([*steps][: len(shape)]))
+
+
+def contains(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> bool:
+    """Whether the box has the shape's number of dimensions and lies in it, with no negative number."""
+    if not len(shape) == len(offsets) == len(lengths):
+        return False
+    for size, offset, length in zip(shape, offsets, lengths, strict=True):
+        if offset < 0 or length < 0 or offset + length > size:
+            return False
+    return True
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The elements that are in both boxes, or None if there are none.
+
+    Both boxes have the same number of dimensions. Two boxes without dimensions meet in their one element.
+    """
+    starts = tuple(map(max, a.offsets, b.offsets))
+    lengths = tuple(
+        min(a_start + a_length, b_start + b_length) - start
+        for a_start, a_length, b_start, b_length, start in zip(*a, *b, starts, strict=True)
+    )
+    return Box(starts, lengths) if all(length > 0 for length in lengths) else None
 
 
 @dataclass(frozen=True)
