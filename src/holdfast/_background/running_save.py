@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from typing import Any, Protocol
 
 from holdfast._engine.adapt import place_of
-from holdfast._engine.save import Cancellation
+from holdfast._engine.save import SaveCancellation
 from holdfast._io.places import local_path
 from holdfast._io.progress import Progress, ProgressTracker
 from holdfast.errors import CheckpointError, CheckpointException, UsageError
@@ -67,7 +67,7 @@ class WriterElsewhere(Protocol):
         """Make it stop."""
 
 
-class RunningSave(Cancellation):
+class RunningSave(SaveCancellation):
     """The shared state of one save in the background. Any thread may use it.
 
     A save can be cancelled until it is closed. On the coordinator that is just before the commit; on every

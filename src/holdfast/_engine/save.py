@@ -19,7 +19,7 @@ from holdfast.storage import WriteResult
 _MOST_SENT = 20_000
 
 
-class Cancellation:
+class SaveCancellation:
     """Whether a save may go on; subclasses know."""
 
     def check(self) -> None:
@@ -37,7 +37,7 @@ def run_save(
     *,
     use_collectives: bool = True,
     progress: ProgressTracker | None = None,
-    cancellation: Cancellation | None = None,
+    cancellation: SaveCancellation | None = None,
 ) -> Metadata:
     """Save ``state_dict``; called on every rank of the exchange.
 
@@ -65,7 +65,7 @@ def run_save(
         confirm_commit=exchange.confirm,
     )
     try:
-        return _run(state_dict, planner, writer, exchange, context, cancellation or Cancellation())
+        return _run(state_dict, planner, writer, exchange, context, cancellation or SaveCancellation())
     except BaseException:
         writer.abandon(outcome_is_known=exchange.outcome_is_known)
         raise
@@ -77,7 +77,7 @@ def _run(
     writer: WriterPort,
     exchange: Exchange,
     context: SaveContext,
-    cancellation: Cancellation,
+    cancellation: SaveCancellation,
 ) -> Metadata:
     metadata = None
     planned: list[SavePlan] = []
