@@ -10,7 +10,6 @@ import torch
 from torch.distributed.checkpoint import filesystem as stock_files
 from torch.distributed.checkpoint import state_dict_loader as stock_loader
 from torch.distributed.checkpoint import state_dict_saver as stock_saver
-from torch.distributed.checkpoint._extension import ZStandard as StockZStandard
 
 import holdfast
 
@@ -56,11 +55,16 @@ def both_sides(*, zstd: bool = False) -> tuple[Side, Side]:
         holdfast.load(state, checkpoint_id=folder, no_dist=True)
 
     def save_theirs(state: dict[str, Any], folder: Path) -> object:
-        extensions = [StockZStandard()] if zstd else None
-        writer = stock_files.FileSystemWriter(folder, _extensions=extensions)
-        return stock_saver.save(state, storage_writer=writer, no_dist=True)
+        options: dict[str, Any] = {}
+        if zstd:
+            # Not every torch that we work with has it.
+            from torch.distributed.checkpoint._extension import ZStandard  # noqa: PLC0415
+
+            options["_extensions"] = [ZStandard()]
+        writer = stock_files.FileSystemWriter(folder, **options)
+        return stock_saver.save(state, storage_writer=writer)
 
     def load_theirs(state: dict[str, Any], folder: Path) -> None:
-        stock_loader.load(state, checkpoint_id=folder, no_dist=True)
+        stock_loader.load(state, checkpoint_id=folder)
 
     return Side("holdfast", save_ours, load_ours), Side("torch", save_theirs, load_theirs)

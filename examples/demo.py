@@ -206,8 +206,8 @@ def load_everything(checkpoint: Path, *, with_torch: bool = False) -> dict[str, 
     }
     if with_torch:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no process group, which no_dist says already
-            stock.load(state, checkpoint_id=checkpoint, no_dist=True)  # type: ignore[attr-defined]
+            warnings.simplefilter("ignore")  # that there is no process group
+            stock.load(state, checkpoint_id=checkpoint)  # type: ignore[attr-defined]
     else:
         holdfast.load(state, checkpoint_id=checkpoint, no_dist=True, strict=False)
     return state

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.distributed.checkpoint import state_dict_saver as stock
+from tests.support.stock_torch import stock_save
 
 import holdfast as hf
 from holdfast.cli import main
@@ -48,12 +47,6 @@ def state() -> dict[str, Any]:
     }
 
 
-def save_with_torch(content: dict[str, Any], folder: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        stock.save(content, checkpoint_id=folder, no_dist=True)
-
-
 @pytest.fixture(scope="session")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("originals")
@@ -68,7 +61,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
             root / "native", single_file_per_rank=False, torch_compatible=False
         ),
     )
-    save_with_torch(state(), root / "torch")
+    stock_save(state(), checkpoint_id=root / "torch")
     for name in ("sharded", "zstd", "rank_local"):
         shutil.copytree(GOLDEN / "torch-2.13" / name, root / f"torch-{name}")
     return root

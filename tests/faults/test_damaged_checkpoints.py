@@ -21,9 +21,9 @@ from tests.support.checkpoints import (
     write_manifest,
 )
 from tests.support.states import differing, large_state, same, small_state
+from tests.support.stock_torch import stock_save
 from tests.support.sweeps import sweep
 from torch.distributed.checkpoint import filesystem as torch_filesystem
-from torch.distributed.checkpoint import state_dict_saver as torch_saver
 
 import holdfast as hf
 from holdfast._format import metadata_file
@@ -40,7 +40,6 @@ from holdfast.extension import ZStandard
 
 pytestmark = pytest.mark.one_core
 
-NO_GROUP = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -342,10 +341,9 @@ def test_a_payload_that_is_shorter_than_its_tensor_is_refused_and_nothing_is_cha
         assert bool((state["w"] == 7).all())
 
 
-@NO_GROUP
 def test_a_torch_checkpoint_with_a_chunk_missing_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
     writer = torch_filesystem.FileSystemWriter(tmp_path)
-    torch_saver.save({"w": torch.arange(12.0).reshape(4, 3), "v": torch.ones(2)}, storage_writer=writer)
+    stock_save({"w": torch.arange(12.0).reshape(4, 3), "v": torch.ones(2)}, storage_writer=writer)
     path = tmp_path / METADATA
     metadata = pickle.loads(path.read_bytes())
     chunk = metadata.state_dict_metadata["w"].chunks[0]
@@ -362,9 +360,8 @@ def test_a_torch_checkpoint_with_a_chunk_missing_is_refused_and_nothing_is_chang
     assert same(state, {"w": torch.full((4, 3), 7.0), "v": torch.zeros(2)})
 
 
-@NO_GROUP
 def test_a_torch_checkpoint_whose_payload_is_damaged_is_refused(tmp_path: Path) -> None:
-    torch_saver.save({"w": torch.arange(4096.0)}, storage_writer=torch_filesystem.FileSystemWriter(tmp_path))
+    stock_save({"w": torch.arange(4096.0)}, storage_writer=torch_filesystem.FileSystemWriter(tmp_path))
     (name,) = data_files(tmp_path)
     data = (tmp_path / name).read_bytes()
     payload = torch.arange(4096.0).numpy().tobytes()

@@ -27,9 +27,9 @@ from tests.support.checkpoints import (
 )
 from tests.support.process import PeakMemory
 from tests.support.states import MIB, same, small_state
+from tests.support.stock_torch import stock_save
 from tests.support.sweeps import sweep
 from torch.distributed.checkpoint import filesystem as torch_filesystem
-from torch.distributed.checkpoint import state_dict_saver as torch_saver
 
 import holdfast as hf
 from holdfast._format.description import column, ints
@@ -48,8 +48,6 @@ from holdfast.extension import ZStandard
 from holdfast.filesystem import FileSystemWriter
 
 pytestmark = pytest.mark.one_core
-
-NO_GROUP = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 class _Reduced:
@@ -259,11 +257,10 @@ def test_a_manifest_that_names_a_file_outside_is_refused(tmp_path: Path, name: s
         load(folder, small_state(99))
 
 
-@NO_GROUP
 @pytest.mark.parametrize("name", EVIL_PATHS)
 def test_a_torch_pickle_that_names_a_file_outside_is_refused(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "checkpoint"
-    torch_saver.save({"w": torch.ones(3)}, storage_writer=torch_filesystem.FileSystemWriter(folder))
+    stock_save({"w": torch.ones(3)}, storage_writer=torch_filesystem.FileSystemWriter(folder))
     (tmp_path / "outside").write_bytes((folder / data_files(folder)[0]).read_bytes())
     metadata = pickle.loads((folder / METADATA).read_bytes())
     for info in metadata.storage_data.values():
@@ -367,10 +364,9 @@ def test_an_item_that_inflates_beyond_its_declared_size_is_refused_in_bounded_me
     assert peak.nbytes < 100 * MIB
 
 
-@NO_GROUP
 def test_a_container_of_torch_with_a_compressed_record_is_refused_in_bounded_memory(tmp_path: Path) -> None:
     """torch.save never compresses; a record that is compressed can only be there to surprise."""
-    torch_saver.save({"w": torch.ones(4)}, storage_writer=torch_filesystem.FileSystemWriter(tmp_path))
+    stock_save({"w": torch.ones(4)}, storage_writer=torch_filesystem.FileSystemWriter(tmp_path))
     stream, bomb = io.BytesIO(), io.BytesIO()
     torch.save(torch.zeros(4), stream)
     count = (256 * MIB // 4).to_bytes(4, "little")

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.stock_torch import HAS_EXTENSIONS, IS_NEWEST
 from torch.distributed import checkpoint as torch_dcp
 
 import holdfast
 
-MODULES = ["metadata", "planner", "storage", "stateful", "api", "_extension"]
+MODULES = ["metadata", "planner", "storage", "stateful", "api", *(["_extension"] if HAS_EXTENSIONS else [])]
 
 
 def public_names(module: types.ModuleType) -> list[str]:
@@ -59,6 +60,11 @@ MORE = {
 }
 
 
+def agree(ours: list[tuple[Any, ...]], theirs: list[tuple[Any, ...]]) -> bool:
+    """Whether ours are torch's; if it is an older torch, ours may have more, in between as well."""
+    return ours == theirs if IS_NEWEST else [one for one in ours if one in theirs] == theirs
+
+
 @pytest.mark.parametrize(("module", "name"), CLASSES)
 def test_methods_have_the_same_parameters(module: str, name: str) -> None:
     ours, theirs = (getattr(m, name) for m in modules(module))
@@ -72,7 +78,7 @@ def test_methods_have_the_same_parameters(module: str, name: str) -> None:
             continue
         more = MORE.get((name, method), [])
         mine = [p for p in parameters(getattr(ours, method)) if p[0] not in more]
-        assert mine == parameters(getattr(theirs, method)), method
+        assert agree(mine, parameters(getattr(theirs, method))), method
         for extra in more:
             assert inspect.signature(getattr(ours, method)).parameters[extra].default is not inspect._empty
 
@@ -86,7 +92,7 @@ def test_dataclasses_have_the_same_fields_in_the_same_order(module: str, name: s
         [(f.name, f.compare, f.hash, repr(f.default)) for f in dataclasses.fields(cls)]
         for cls in (ours, theirs)
     ]
-    assert described[0] == described[1]
+    assert agree(*described)
     assert ours.__dataclass_params__.frozen == theirs.__dataclass_params__.frozen
     assert (ours.__hash__ is None) == (theirs.__hash__ is None)
 
@@ -135,9 +141,12 @@ def samples(package: Any) -> list[Any]:
     ]
 
 
-OURS, THEIRS = samples("holdfast"), samples("torch.distributed.checkpoint")
+OURS = samples("holdfast")
+# The records of older torch have fewer fields.
+THEIRS = samples("torch.distributed.checkpoint") if hasattr(torch_dcp.metadata.Metadata, "version") else []
 
 
+@pytest.mark.skipif(not THEIRS, reason="the records of this torch have fewer fields")
 @pytest.mark.parametrize("number", range(len(OURS)))
 def test_instances_compare_hash_print_and_pickle_as_torchs_do(number: int) -> None:
     ours, theirs, again = OURS[number], THEIRS[number], samples("holdfast")[number]
@@ -185,7 +194,7 @@ def test_properties_are_taken_from_a_tensor() -> None:
 
 
 def test_the_tensor_storage_size_is_that_of_the_whole_tensor() -> None:
-    for item in (OURS[11], THEIRS[11]):
+    for item in (OURS[11], *THEIRS[11:12]):
         assert item.tensor_storage_size() == 3 * 6 * 2
     assert holdfast.WriteItem(OURS[8], holdfast.planner.WriteItemType.BYTE_IO).tensor_storage_size() is None
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
+from tests.support.stock_torch import stock_load, stock_save
 from torch.distributed.checkpoint import default_planner as theirs
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint import planner as torch_planner
@@ -30,10 +31,7 @@ from holdfast.planner import LoadItemType, LoadPlan, SavePlan, TensorWriteData, 
 
 # Its types say that it exports nothing.
 dcp: Any = torch_checkpoint
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
 
 
 def flat_state() -> dict[str, Any]:
@@ -224,10 +222,10 @@ class FsPath(os.PathLike[str]):
 
 
 @pytest.mark.parametrize(
-    ("place", "words"), [(None, "must be specified"), ("nowhere://bucket/step", "Cannot detect")]
+    ("place", "words"), [(None, "must be specifi"), ("nowhere://bucket/step", "Cannot detect")]
 )
 def test_a_place_that_no_storage_serves_raises_what_torch_raises(place: str | None, words: str) -> None:
-    for call in (hf.save, hf.load, dcp.save, dcp.load):
+    for call in (hf.save, hf.load, stock_save, stock_load):
         with pytest.raises(RuntimeError, match=words):
             call({"a": 1}, checkpoint_id=place)
 
@@ -494,7 +492,7 @@ def test_a_mapping_of_the_callers_own_is_told_what_was_loaded(tmp_path: Path) ->
 
     set_again: list[str] = []
     hf.save({"tensor": torch.ones(2), "number": 1, "object": Element(5)}, checkpoint_id=tmp_path)
-    for load in (hf.load, dcp.load):
+    for load in (hf.load, stock_load):
         set_again.clear()
         load(Noting(tensor=torch.zeros(2), number=1, object=Element(0)), checkpoint_id=tmp_path)
         assert set(set_again) == {"tensor", "number"}

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.golden.make_torch_checkpoints import plain_state
+from tests.support.stock_torch import stock_record
 from tests.support.torch_pickles import write_torch_metadata
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as torch_metadata
@@ -38,8 +39,12 @@ from holdfast._format.torch_pickle_records import (
 )
 from holdfast.errors import IntegrityError, UnsafeMetadataError
 
+# Those of the newest torch, as far as this one has them.
+KNOWN_DTYPES = sorted(name for name in DTYPES if hasattr(torch, name))
 GOLDEN = Path(__file__).parents[1] / "golden"
 VERSIONS = ("torch-2.0", "torch-2.3", "torch-2.4", "torch-2.6", "torch-2.13")
+# torch 2.6 does not store the version of its format.
+VERSION = "1.0.0" if hasattr(Metadata, "version") else None
 MEMORY_FORMATS = ("contiguous_format", "channels_last", "preserve_format")
 
 
@@ -62,7 +67,7 @@ def torch_properties(value: TorchProperties) -> TensorProperties:
 def as_torch(records: TorchMetadata) -> Metadata:
     """The object that torch would have for these records."""
     meta = records.storage_meta
-    return Metadata(
+    made = Metadata(
         {
             key: BytesStorageMetadata()
             if isinstance(entry, TorchObject)
@@ -75,16 +80,22 @@ def as_torch(records: TorchMetadata) -> Metadata:
         },
         records.planner_data,
         {
-            MetadataIndex(key, offsets, number): filesystem._StorageInfo(
-                row.path, row.offset, row.nbytes, list(row.descriptors) or None
+            MetadataIndex(key, offsets, number): stock_record(
+                filesystem._StorageInfo,
+                relative_path=row.path,
+                offset=row.offset,
+                length=row.nbytes,
+                transform_descriptors=list(row.descriptors) or None,
             )
             for number, ((key, offsets), row) in enumerate(records.storage.items())
         },
         None
         if meta is None
-        else StorageMeta(meta.checkpoint_id, meta.save_id, meta.load_id, list(meta.modules)),
-        records.version,
+        else stock_record(StorageMeta, **{**meta._asdict(), "modules": list(meta.modules)}),
     )
+    if VERSION is not None:
+        made.version = records.version
+    return made
 
 
 def write(records: TorchMetadata) -> bytes:
@@ -125,7 +136,7 @@ def many(count: int, *, dims: int = 2, chunks: int = 1, seed: int = 0) -> TorchM
                 f"__{number % 3}_0.distcp", place, rng.randrange(rng.choice(widths))
             )
     planner = {key: tuple(key.split(".")) for key in entries}
-    return TorchMetadata(entries, storage, planner, TorchStorageMeta("here", "s"), "1.0.0")
+    return TorchMetadata(entries, storage, planner, TorchStorageMeta("here", "s"), VERSION)
 
 
 # The tables.
@@ -133,11 +144,11 @@ def many(count: int, *, dims: int = 2, chunks: int = 1, seed: int = 0) -> TorchM
 
 def test_every_dtype_of_torch_is_in_the_table_with_its_itemsize() -> None:
     assert {name: dtype.itemsize for name, dtype in named(torch.dtype).items()} == {
-        name: dtype.itemsize for name, dtype in DTYPES.items()
+        name: dtype.itemsize for name, dtype in DTYPES.items() if name in KNOWN_DTYPES
     }
 
 
-@pytest.mark.parametrize("name", sorted(name for name, dtype in DTYPES.items() if dtype.storage))
+@pytest.mark.parametrize("name", [name for name in KNOWN_DTYPES if DTYPES[name].storage])
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_the_bytes_of_an_element_are_torchs(name: str) -> None:
     storage = torch.empty(8, dtype=getattr(torch, name)).untyped_storage()
@@ -187,7 +198,7 @@ def test_a_pickle_of_what_we_wrote_and_torch_loaded_is_torchs_own() -> None:
     assert read_torch_metadata(pickle.dumps(loaded)) == records
 
 
-@pytest.mark.parametrize("name", sorted(DTYPES))
+@pytest.mark.parametrize("name", KNOWN_DTYPES)
 @pytest.mark.parametrize("memory_format", MEMORY_FORMATS)
 def test_properties_of_every_dtype_and_format_go_both_ways(name: str, memory_format: str) -> None:
     properties = TorchProperties(name, "strided", True, memory_format, True)
@@ -222,7 +233,7 @@ dims = st.lists(st.integers(0, 1000), max_size=5).map(tuple)
     entries=st.dictionaries(
         st.text(),
         st.just(TorchObject())
-        | st.tuples(st.sampled_from(sorted(DTYPES)), dims).map(
+        | st.tuples(st.sampled_from(KNOWN_DTYPES), dims).map(
             lambda drawn: TorchTensor(
                 TorchProperties(drawn[0]), drawn[1], [(tuple(0 for _ in drawn[1]), drawn[1])]
             )
@@ -295,7 +306,13 @@ def test_large_files_are_read_row_by_row_and_mean_the_same(monkeypatch: pytest.M
         fqn = "".join(list(index.fqn))
         own[MetadataIndex(fqn, index.offset, number)] = info
         if number in (100, 1200):
-            own[MetadataIndex(f"object {number}")] = filesystem._StorageInfo("ü" * 100, 1, 2, ["t"])
+            own[MetadataIndex(f"object {number}")] = stock_record(
+                filesystem._StorageInfo,
+                relative_path="ü" * 100,
+                offset=1,
+                length=2,
+                transform_descriptors=["t"],
+            )
     twin.storage_data = own
     data = pickle.dumps(twin)
     fast = read_torch_metadata(data)
@@ -462,7 +479,7 @@ def test_our_pickle_of_a_golden_file_loads_as_the_file_does(file: Path) -> None:
     theirs.storage_meta.checkpoint_id = str(theirs.storage_meta.checkpoint_id)
     for infos in (theirs.storage_data, ours.storage_data):
         for info in infos.values():
-            info.transform_descriptors = list(info.transform_descriptors or ())
+            info.transform_descriptors = list(getattr(info, "transform_descriptors", None) or ())
     assert ours == theirs
 
 

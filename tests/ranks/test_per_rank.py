@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import run_ranks
-from torch.distributed.checkpoint import state_dict_loader as stock
+from tests.support.stock_torch import stock_load
 from torch.distributed.tensor import Shard
 
 import holdfast
@@ -291,11 +291,10 @@ def test_checkpoints_of_ranks_show_their_values_as_a_dict(tmp_path: Path) -> Non
     assert some == {"a": {"at": {"@rank-04-of-11": 4}}}
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_stock_torch_loads_the_values_of_all_ranks(tmp_path: Path) -> None:
     FakeRanks(2).run(lambda rank: save(rank, {"at": PerRank(torch.tensor([rank.rank]))}, tmp_path))
     state = {"at": {rank_name(rank, 2): torch.zeros(1, dtype=torch.int64) for rank in range(2)}}
-    stock.load(state, checkpoint_id=str(tmp_path), no_dist=True)
+    stock_load(state, checkpoint_id=tmp_path)
     assert [value.item() for value in state["at"].values()] == [0, 1]
 
 

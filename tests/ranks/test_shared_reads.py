@@ -85,15 +85,14 @@ def load_everything(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_each_byte_that_ranks_need_is_read_once_and_arrives_everywhere(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.state_dict_saver import save  # noqa: PLC0415 - ranks need it not
+    from tests.support.stock_torch import stock_save  # noqa: PLC0415 - ranks need it not
 
     state = many()
     hf.save(state, checkpoint_id=tmp_path / "plain")
     hf.save(state, checkpoint_id=tmp_path / "damaged")
     hf.save(state, storage_writer=hf.FileSystemWriter(tmp_path / "zstd", _extensions=[ZStandard()]))
-    save(state, checkpoint_id=tmp_path / "torch")
+    stock_save(state, checkpoint_id=tmp_path / "torch")
     file = next((tmp_path / "damaged").glob("*.distcp"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

@@ -208,7 +208,7 @@ def test_a_large_tensor_that_torch_wrote_is_loaded_within_the_budget(tmp_path: P
         f"""
         made = torch.ones(1 << 13, 1 << 14)
         state = {{"{key}": made.t() if "{key}" == "transposed" else made}}
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, sync_files=False), no_dist=True)
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, sync_files=False))
         state = {{"{key}": torch.ones(state["{key}"].shape)}}
         print(peak_of(lambda: hf.load(state, checkpoint_id=folder)))
         """,

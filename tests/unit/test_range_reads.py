@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as torch_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.stock_torch import stock_save
+from torch.distributed.checkpoint.filesystem import FileSystemWriter as StockWriter
 
 import holdfast as hf
 from holdfast._io.local import LocalStore
@@ -21,9 +22,6 @@ from holdfast.extension import ZStandard
 from holdfast.metadata import Metadata, MetadataIndex
 from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-# Its types say that it exports nothing.
-dcp: Any = torch_checkpoint
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 MIB = 1 << 20
 
 
@@ -84,7 +82,7 @@ def save_zstd(state: dict[str, Any], folder: Path) -> None:
 
 
 def save_by_torch(state: dict[str, Any], folder: Path) -> None:
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, sync_files=False), no_dist=True)
+    stock_save(state, storage_writer=StockWriter(folder, sync_files=False))
 
 
 SAVES = [save_raw, save_zstd, save_by_torch]

@@ -31,6 +31,11 @@ class Progress:
     weights: torch.Tensor
 
 
+needs_stock_stager = pytest.mark.skipif(
+    not hasattr(stock, "DefaultStager"), reason="this torch has no DefaultStager"
+)
+
+
 def blocking() -> DefaultStager:
     return DefaultStager(StagingOptions(use_async_staging=False))
 
@@ -107,6 +112,7 @@ def test_awkward_tensors_are_copied_with_their_values(kind: str) -> None:
     assert not copied.requires_grad
 
 
+@needs_stock_stager
 def test_parameters_become_plain_tensors_as_with_torch() -> None:
     model = torch.nn.Linear(2, 2)
     ours = staged({"weight": model.weight})["weight"]
@@ -357,6 +363,7 @@ def test_a_failed_staging_is_told_by_its_future() -> None:
         stager.synchronize_staging()
 
 
+@needs_stock_stager
 def test_options_have_the_fields_and_defaults_of_torch() -> None:
     assert dataclasses.asdict(StagingOptions()) == dataclasses.asdict(stock.StagingOptions())
     assert [field.name for field in dataclasses.fields(StagingOptions)] == [
@@ -399,9 +406,10 @@ def test_stagers_written_for_torch_are_stagers() -> None:
     class OfOurs(AsyncStager):
         _synchronize_after_execute = False
 
-    assert isinstance(OfTorch(), AsyncStager)  # type: ignore[abstract]
     assert isinstance(OfNobody(), AsyncStager)
-    assert isinstance(stock.BlockingAsyncStager(), AsyncStager)
+    for of_torch in (OfTorch(), stock.BlockingAsyncStager()):  # type: ignore[abstract]
+        # Those of torch 2.6 have no close(); async_save does not need one.
+        assert isinstance(of_torch, AsyncStager) is hasattr(of_torch, "close")
     ours = OfOurs()  # type: ignore[abstract]
     assert not ours.should_synchronize_after_execute
     with pytest.raises(NotImplementedError, match="OfOurs"):
@@ -437,6 +445,7 @@ def test_a_closed_stager_says_so() -> None:
 
 
 # Stock torch warns that there is only one process.
+@needs_stock_stager
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_stock_torch_saves_in_the_background_through_our_stager(tmp_path: Path) -> None:
     stager: Any = DefaultStager(StagingOptions(use_async_staging=False))

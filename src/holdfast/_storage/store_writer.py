@@ -231,8 +231,9 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
             self._release()
         if ours is not metadata:
             theirs = to_torch(ours)
-            metadata.version, metadata.storage_meta = theirs.version, theirs.storage_meta
-            metadata.storage_data = theirs.storage_data
+            for field in dataclasses.fields(theirs):
+                if field.name in ("version", "storage_meta", "storage_data"):
+                    setattr(metadata, field.name, getattr(theirs, field.name))
 
     def _commit(self, metadata: Metadata, manifest: Manifest) -> None:
         """Make the checkpoint exist by one atomic replace of its metadata file, and clean up after it."""

@@ -1,5 +1,6 @@
 """Planners and storages of torch that work with ours, and the other way round: records are converted."""
 
+import dataclasses
 import io
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -41,6 +42,11 @@ def _then(future: "Future[Any]", convert: Callable[[Any], T]) -> "Future[T]":
     done: Future[T] = Future()
     done.set_result(convert(future.wait()))
     return done
+
+
+def _as_usable_as(plan: SavePlan, prepared: SavePlan) -> SavePlan:
+    """What a storage made of ``plan``, which may say "as last time": the plans of torch 2.6 cannot."""
+    return prepared if plan.usable else dataclasses.replace(prepared, usable=False)
 
 
 class _SavePlannerOfTorch(SavePlanner):
@@ -128,11 +134,11 @@ class _WriterOfTorch(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         prepared: SavePlan = to_ours(self.inner.prepare_local_plan(to_torch(plan)))
-        return prepared
+        return _as_usable_as(plan, prepared)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         prepared: list[SavePlan] = to_ours(self.inner.prepare_global_plan(to_torch(plans)))
-        return prepared
+        return [_as_usable_as(plan, new) for plan, new in zip(plans, prepared, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
         results = self.inner.write_data(to_torch(plan), _planner_for_torch(planner))

@@ -96,10 +96,16 @@ def _convert(value: Any, table: dict[type, type], *, opening: bool = False) -> A
     if issubclass(kind, enum.Enum):
         return made[value.name]  # type: ignore[index]
     fields = {
-        field.name: _convert(getattr(value, field.name), table, opening=opening)
-        for field in dataclasses.fields(value)
+        name: _convert(getattr(value, name), table, opening=opening) for name in _common_fields(kind, made)
     }
     return made(**fields)
+
+
+@functools.cache
+def _common_fields(kind: type, made: type) -> tuple[str, ...]:
+    """The fields that both classes have. Older torch lacks some, which all have a default in ours."""
+    known = {field.name for field in dataclasses.fields(made)}
+    return tuple(field.name for field in dataclasses.fields(kind) if field.name in known)
 
 
 def in_plain_types(planner_data: Any) -> Any:
