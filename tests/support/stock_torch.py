@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.torch_version import TorchVersion
 
-IS_NEWEST = TorchVersion(torch.__version__) >= (2, 13)
+IS_NEWEST = TorchVersion(torch.__version__) >= "2.13"
 """Whether this torch has the whole interface that ours copies; older ones lack parts of it."""
 
 HAS_EXTENSIONS = importlib.util.find_spec("torch.distributed.checkpoint._extension") is not None

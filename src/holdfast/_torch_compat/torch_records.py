@@ -95,9 +95,8 @@ def _convert(value: Any, table: dict[type, type], *, opening: bool = False) -> A
         return value
     if issubclass(kind, enum.Enum):
         return made[value.name]  # type: ignore[index]
-    fields = {
-        name: _convert(getattr(value, name), table, opening=opening) for name in _common_fields(kind, made)
-    }
+    names = _common_fields(kind, made)  # type: ignore[arg-type] # mypy doubts that a class has a hash
+    fields = {name: _convert(getattr(value, name), table, opening=opening) for name in names}
     return made(**fields)
 
 
