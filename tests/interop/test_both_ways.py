@@ -77,11 +77,22 @@ def is_savable_by_torch(dtype: torch.dtype) -> bool:
     return True
 
 
-def tensors_of_every_dtype(save: Save) -> dict[str, torch.Tensor]:
+def is_copied_by_torch(dtype: torch.dtype) -> bool:
+    """torch 2.9 has float4, but no copy of it."""
+    try:
+        torch.empty(1, dtype=dtype).copy_(torch.empty(1, dtype=dtype))
+    except NotImplementedError:
+        return False
+    return True
+
+
+def tensors_of_every_dtype(save: Save, load: Load) -> dict[str, torch.Tensor]:
     made = {}
     for name in DTYPES:
         dtype = getattr(torch, name)
-        if save is torch_saves and not is_savable_by_torch(dtype):
+        if (save is torch_saves and not is_savable_by_torch(dtype)) or (
+            load is torch_loads and not is_copied_by_torch(dtype)
+        ):
             continue
         made[name] = random_tensor(dtype, (3, 5))
         made[f"{name} scalar"] = random_tensor(dtype, ())
@@ -98,7 +109,7 @@ def tensors_of_every_dtype(save: Save) -> dict[str, torch.Tensor]:
 def test_tensors_of_every_dtype_arrive_bit_for_bit(
     tmp_path: Path, save: Save, load: Load, options: dict[str, Any]
 ) -> None:
-    state = tensors_of_every_dtype(save)
+    state = tensors_of_every_dtype(save, load)
     save(state, tmp_path, **options)
     loaded = blank(state)
     load(loaded, tmp_path)
@@ -122,7 +133,7 @@ def test_compressed_tensors_and_objects_arrive(
     tmp_path: Path, save: Save, transform: Callable[[], Any], load: Load
 ) -> None:
     state: dict[str, Any] = {
-        **tensors_of_every_dtype(save),
+        **tensors_of_every_dtype(save, load),
         "large": torch.randn(700, 1000),
         "words": ["a" * 5000, 3, b"x"],
     }

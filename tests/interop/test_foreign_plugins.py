@@ -232,7 +232,9 @@ def test_records_that_go_in_and_out_are_equal_and_of_the_right_classes(tmp_path:
         our_metadata.TensorStorageMetadata,
         our_metadata.BytesStorageMetadata,
     }
-    assert {type(index) for index in ours.storage_data} == {our_metadata.MetadataIndex}
+    # The writer of torch 2.9 fills in a copy of the metadata that nobody sees.
+    if ours.storage_data is not None or IS_NEWEST:
+        assert {type(index) for index in ours.storage_data} == {our_metadata.MetadataIndex}
 
 
 def test_metadata_that_torchs_save_returns_holds_torchs_records_only(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tests.reshard.layouts import strided
+from tests.support.stock_torch import IS_NEWEST
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, _dtensor_spec, distribute_tensor
@@ -88,6 +89,8 @@ def test_chunks_are_where_torch_puts_the_elements(
     mesh_shape, shape, placements = layout
     whole = numbered(shape)
     is_strided = any(type(placement) is _StridedShard for placement in placements)
+    # The distribute_tensor of older torch divides an uneven dimension with a stride otherwise than its FSDP.
+    assume(IS_NEWEST or not is_strided)
 
     def look(rank: FakeRank) -> None:
         value = distribute_tensor(whole, rank.mesh(*mesh_shape), placements, src_data_rank=None)

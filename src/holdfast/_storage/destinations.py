@@ -10,6 +10,9 @@ from holdfast.planner import LoadPlanner, ReadItem
 
 __all__ = ["Destination", "PlannerCalls"]
 
+# Some versions of torch have this dtype, but no copy of it.
+_FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
+
 
 class PlannerCalls:
     """How the planner is called: by one thread at a time, which holds ``lock``.
@@ -83,6 +86,8 @@ class Destination:
         if part.shape != target.shape:
             for dimension, (start, length) in enumerate(zip(offsets, part.shape, strict=True)):
                 target = target.narrow(dimension, start, length)
+        if part.dtype == target.dtype == _FLOAT4:
+            target, part = target.view(torch.uint8), part.view(torch.uint8)
         target.copy_(part)
 
     def arrived(self) -> None:
