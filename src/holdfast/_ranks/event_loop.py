@@ -13,7 +13,7 @@ from typing import Protocol
 
 from holdfast._ranks.messages import Message, MessageKind
 from holdfast._ranks.peer import LifeCheck, Peer
-from holdfast._ranks.sockets import closed_in_children
+from holdfast._ranks.sockets import closed_in_children, open_pair
 
 _WARN_AFTER = 60.0  # seconds of waiting for others until it is worth a line in the log
 
@@ -60,10 +60,7 @@ class EventLoop:
         self._timers: list[tuple[float, int, Callable[[float], None]]] = []
         self._timer_numbers = itertools.count()
         self._selector = closed_in_children(selectors.DefaultSelector)
-        self._wake_in, self._wake_out = (
-            closed_in_children(lambda end=end: end)  # type: ignore[misc]
-            for end in socket.socketpair()
-        )
+        self._wake_in, self._wake_out = open_pair()
         self._wake_in.settimeout(0)
         self._wake_out.settimeout(0)
         self.listen_to(self._wake_in, selectors.EVENT_READ, self._woken)
