@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from holdfast._ranks.addresses import Address, address_of_port
 from holdfast._ranks.coordinator import CoordinatorEnd
-from holdfast._ranks.failures import Failures, attempt
+from holdfast._ranks.failures import attempt
 from holdfast._ranks.listener import MOST_UNPROVED
 from holdfast._ranks.worker import WorkerEnd
 from holdfast.errors import WRAPPED_EXCEPTION, CheckpointException, UsageError
@@ -127,7 +127,7 @@ def _connect_ranks(group: dist.ProcessGroup, rank: int, world_size: int, coordin
             address = address_of_port(end.listener.port, is_master=dist.get_rank() == 0)
     outcomes: list[Any] = [None] * world_size
     dist.all_gather_object(outcomes, (failure, address), group=group)
-    failures: Failures = {who: found for who, (found, _) in enumerate(outcomes) if found is not None}
+    failures = {who: found for who, (found, _) in enumerate(outcomes) if found is not None}
     if failures:
         if end is not None:
             end.close()

@@ -7,7 +7,14 @@ from collections.abc import Mapping
 
 from holdfast._ranks.authentication import ConnectionRequest, new_secret
 from holdfast._ranks.event_loop import EventLoop
-from holdfast._ranks.failures import SessionFailedError, SessionFailure, lost_rank, pack, unpack
+from holdfast._ranks.failures import (
+    PackedFailure,
+    SessionFailedError,
+    SessionFailure,
+    lost_rank,
+    pack,
+    unpack,
+)
 from holdfast._ranks.ledger import Label, Ledger
 from holdfast._ranks.listener import Listener
 from holdfast._ranks.messages import Message, MessageKind, Segments, decode, encode
@@ -62,7 +69,8 @@ class CoordinatorEnd:
         Raises:
             SessionFailedError: A rank has failed, is lost, or is at another step.
         """
-        self._loop.call(lambda: self._deliver(number, step, self._rank, label, None, failure))
+        packed = failure and PackedFailure.of(failure)
+        self._loop.call(lambda: self._deliver(number, step, self._rank, label, None, packed))
         with self._loop.changed:
             session = self._ledger.session(number)
 
@@ -175,7 +183,7 @@ class CoordinatorEnd:
         rank: int,
         label: Label,
         part: Segments | None,
-        failure: WRAPPED_EXCEPTION | None,
+        failure: PackedFailure | None,
     ) -> None:
         deadline = self._ledger.deliver(number, step, rank, label, part, failure, time.monotonic())
         if deadline is not None:

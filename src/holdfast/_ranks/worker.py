@@ -2,13 +2,13 @@
 
 import logging
 import threading
-import traceback
 
 from holdfast._ranks.addresses import Address
 from holdfast._ranks.authentication import ConnectionRequest
 from holdfast._ranks.event_loop import EventLoop
 from holdfast._ranks.failures import (
     Failures,
+    PackedFailure,
     SessionFailedError,
     SessionFailure,
     lost_rank,
@@ -109,7 +109,10 @@ class WorkerEnd:
         """Tell the coordinator that this rank has done its part, or failed to."""
         kind = MessageKind.PART
         if failure is not None:
-            kind, part = MessageKind.FAILED_PART, pack(SessionFailure(label.step, {self._rank: failure}))
+            kind, part = (
+                MessageKind.FAILED_PART,
+                pack(SessionFailure(label.step, {self._rank: PackedFailure.of(failure)})),
+            )
         message = Message(kind, number, step, [*encode(tuple(label)), *part])
         self._loop.call(lambda: self._loop.post(self._peer, message))
 
@@ -139,7 +142,7 @@ class WorkerEnd:
             self._loop.call(lambda: self._stop_waiting(number))
         theirs = Label(*decode([head]))
         if theirs[:2] != label[:2]:
-            failure = (different_calls(self._rank, label, theirs), traceback.StackSummary())
+            failure = different_calls(self._rank, label, theirs)
             raise SessionFailedError(SessionFailure(label.step, {self._rank: failure}))
         return answer
 
