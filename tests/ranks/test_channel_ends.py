@@ -1,13 +1,16 @@
 """The two ends of a channel, both in this process: what one does when the other, or its own thread, fails."""
 
+import math
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from holdfast._ranks.addresses import address_of_port
 from holdfast._ranks.coordinator import CoordinatorEnd
+from holdfast._ranks.failures import SessionFailedError
 from holdfast._ranks.ledger import Label
 from holdfast._ranks.worker import WorkerEnd
 
@@ -35,3 +38,51 @@ def test_failures_travel_while_the_program_is_being_imported() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True
     )
     assert done.stdout.count("ProgramError: on purpose") == 3
+
+
+def test_a_worker_whose_thread_has_ended_does_not_let_the_others_wait(
+    coordinator: CoordinatorEnd, worker: WorkerEnd
+) -> None:
+    def fail() -> None:
+        raise MemoryError("on purpose")
+
+    worker._loop.call(fail)
+    worker._loop.close(5)
+    worker.begin(0)
+    with pytest.raises(SessionFailedError, match="its channel broke: MemoryError"):
+        worker.check(0, "plan")
+    with pytest.raises(SessionFailedError):
+        coordinator.gather(0, 0, LABEL, None)
+
+
+def test_nobody_waits_for_a_thread_that_is_about_to_end(worker: WorkerEnd) -> None:
+    loop = worker._loop
+    release = threading.Event()
+
+    class Closing:
+        """Keeps the thread from its end once it has done its last turn."""
+
+        def close(self) -> None:
+            release.wait(60)
+
+    loop._owned.add(Closing())  # type: ignore[arg-type]
+    loop.call(lambda: loop._begin_to_close(0.0))
+    with loop.changed:
+        assert loop.changed.wait_for(lambda: loop.has_ended, 60)
+    settling = threading.Thread(target=loop.settle, daemon=True)
+    settling.start()
+    settling.join(20)
+    assert not settling.is_alive()
+    release.set()
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e9])
+def test_a_rank_may_be_silent_for_ever(
+    coordinator: CoordinatorEnd, worker: WorkerEnd, timeout: float
+) -> None:
+    label = Label("save", "plan", timeout)
+    coordinator.expect(0, 0, label)
+    coordinator._loop.settle()
+    worker.deliver(0, 0, label, [b"x"], None)
+    assert coordinator.gather(0, 0, label, None) == {1: [b"x"]}
+    worker.end(0, timeout)

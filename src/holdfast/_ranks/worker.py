@@ -81,13 +81,16 @@ class WorkerEnd:
 
         self._loop.call(enter)
         with self._reconnecting:
-            if self._lost is not None:
+            # Without the thread nobody would serve the connection, and the others would wait for this rank.
+            if self._lost is not None and not self._loop.has_ended:
                 try:
                     peer = self._connect()
                 except OSError:
                     return  # the coordinator is dead, and the first step will say so
                 self._loop.call(lambda: self._set_coordinator(peer))
                 self._loop.settle()
+                if self._loop.has_ended:
+                    peer.connection.close()
 
     def check(self, number: int, step: str) -> None:
         """Raise SessionFailedError if the session has failed; ``step`` is where this rank is."""
