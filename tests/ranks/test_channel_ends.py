@@ -1,6 +1,7 @@
 """The two ends of a channel, both in this process: what one does when the other, or its own thread, fails."""
 
 import math
+import socket
 import subprocess
 import sys
 import threading
@@ -9,9 +10,12 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast._ranks.addresses import address_of_port
+from holdfast._ranks.authentication import ConnectionRequest
+from holdfast._ranks.broadcast import broadcast_key
 from holdfast._ranks.coordinator import CoordinatorEnd
 from holdfast._ranks.failures import SessionFailedError
 from holdfast._ranks.ledger import Label
+from holdfast._ranks.listener import connect
 from holdfast._ranks.worker import WorkerEnd
 
 LABEL = Label("save", "plan", 5.0)
@@ -86,3 +90,29 @@ def test_a_rank_may_be_silent_for_ever(
     worker.deliver(0, 0, label, [b"x"], None)
     assert coordinator.gather(0, 0, label, None) == {1: [b"x"]}
     worker.end(0, timeout)
+
+
+def test_connections_for_broadcasts_that_nobody_takes_are_closed(
+    coordinator: CoordinatorEnd, worker: WorkerEnd
+) -> None:
+    address = address_of_port(coordinator.listener.port, is_master=True)
+
+    def broadcast(session: int) -> socket.socket:
+        request = ConnectionRequest(1, broadcast=broadcast_key(session, (0, 1), 1, 0))
+        connection = connect(address, coordinator.secret, request)[0]
+        connection.settimeout(20)
+        return connection
+
+    coordinator.begin(3)
+    replaced, kept, early = broadcast(3), broadcast(3), broadcast(4)
+    assert replaced.recv(1) == b""
+    coordinator.end(3, 1.0)
+    assert kept.recv(1) == b""
+    late = broadcast(3)
+    assert late.recv(1) == b""
+    coordinator.begin(4)
+    taken = coordinator.listener.wait_for_broadcast(broadcast_key(4, (0, 1), 1, 0), lambda: None)
+    taken.sendall(b"x")
+    assert early.recv(1) == b"x"
+    for connection in (replaced, kept, late, early, taken):
+        connection.close()

@@ -51,6 +51,7 @@ class CoordinatorEnd:
 
     def begin(self, number: int) -> None:
         """Begin a session on this rank."""
+        self._loop.call(lambda: self.listener.begin_session(number))
 
     def check(self, number: int, step: str) -> None:
         """Raise SessionFailedError if the session has failed; ``step`` is where this rank is."""
@@ -127,13 +128,13 @@ class CoordinatorEnd:
 
         def leave() -> None:
             self._ledger.fail(number, failure)
-            self._ledger.end(number, self._rank)
+            self._leave(number)
 
         self._loop.call(leave)
 
     def end(self, number: int, timeout: float) -> None:
         """Leave a session at its end. The kernel has all that was sent when this returns."""
-        self._loop.call(lambda: self._ledger.end(number, self._rank))
+        self._loop.call(lambda: self._leave(number))
         self._loop.flush(timeout)
 
     def close(self, timeout: float = 1.0) -> None:
@@ -148,6 +149,10 @@ class CoordinatorEnd:
             raise SessionFailedError(failure)
 
     # For the event loop, in its thread.
+
+    def _leave(self, number: int) -> None:
+        self._ledger.end(number, self._rank)
+        self.listener.end_session(number)
 
     def _admit(self, connection: socket.socket, request: ConnectionRequest) -> None:
         before = self._peers.get(request.rank)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from holdfast._ranks import authentication
 from holdfast._ranks.addresses import Address, hosts_to_try
 from holdfast._ranks.authentication import ANSWER_SIZE, CHALLENGE_SIZE, REPLY_SIZE, ConnectionRequest
+from holdfast._ranks.broadcast import session_of_key
 from holdfast._ranks.event_loop import EventLoop
 from holdfast._ranks.heartbeat import heartbeat_port
 from holdfast._ranks.sockets import closed_in_children, listen, open_connection
@@ -58,10 +59,33 @@ class Listener:
         self._heartbeat_port = heartbeat_port()
         self._unproved: dict[socket.socket, None] = {}  # the oldest first
         self._for_broadcasts: dict[bytes, socket.socket] = {}
+        self._sessions: set[int] = set()
+        self._latest = -1
         self._socket = listen()
         self.port: int = self._socket.getsockname()[1]
         loop.own(self._socket)
         loop.listen_to(self._socket, selectors.EVENT_READ, self._accept)
+
+    def begin_session(self, number: int) -> None:
+        """Keep connections for the broadcasts of a session. Only for the loop's thread."""
+        self._latest = max(number, self._latest)
+        self._sessions.add(number)
+
+    def end_session(self, number: int) -> None:
+        """Close those that nobody took, and those that come later. Only for the loop's thread."""
+        self._sessions.discard(number)
+        for key in [key for key in self._for_broadcasts if session_of_key(key) == number]:
+            self._close_broadcast(key)
+
+    def is_over(self, number: int) -> bool:
+        """Return whether this rank has left a session. Only for the loop's thread."""
+        return number <= self._latest and number not in self._sessions
+
+    def _close_broadcast(self, key: bytes) -> None:
+        connection = self._for_broadcasts.pop(key, None)
+        if connection is not None:
+            self._loop.disown(connection)
+            connection.close()
 
     def wait_for_broadcast(self, key: bytes, check: Callable[[], None]) -> socket.socket:
         """Return the connection for a broadcast. ``check`` is called while it has not come, and may raise."""
@@ -135,7 +159,10 @@ class Listener:
             self._loop.disown(connection)
             self._admit(connection, request)
         else:
+            self._close_broadcast(request.broadcast)
             self._for_broadcasts[request.broadcast] = connection
+            if self.is_over(session_of_key(request.broadcast)):
+                self._close_broadcast(request.broadcast)
 
 
 def connect(

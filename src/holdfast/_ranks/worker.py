@@ -50,8 +50,6 @@ class WorkerEnd:
         self._answers: dict[tuple[int, int], Segments] = {}
         self._failures: dict[int, SessionFailure] = {}
         self._given_up: set[int] = set()
-        self._open: set[int] = set()
-        self._latest = -1
         self._waiting: dict[int, Label] = {}
         self._lost: Failures | None = None
         self._reconnecting = threading.Lock()
@@ -74,12 +72,7 @@ class WorkerEnd:
 
     def begin(self, number: int) -> None:
         """Begin a session on this rank. If the connection broke, connect again: both ends may be well."""
-
-        def enter() -> None:
-            self._latest = max(number, self._latest)
-            self._open.add(number)
-
-        self._loop.call(enter)
+        self._loop.call(lambda: self.listener.begin_session(number))
         with self._reconnecting:
             # Without the thread nobody would serve the connection, and the others would wait for this rank.
             if self._lost is not None and not self._loop.has_ended:
@@ -170,7 +163,7 @@ class WorkerEnd:
 
         def leave() -> None:
             self._loop.post(self._peer, message)
-            self._open.discard(number)
+            self.listener.end_session(number)
             self._stop_waiting(number)
             self._failures.pop(number, None)
             self._given_up.discard(number)
@@ -190,7 +183,7 @@ class WorkerEnd:
     def on_message(self, _peer: Peer, message: Message) -> None:
         """Keep the answer or the failure until the exchange asks for it."""
         number = message.session
-        if number <= self._latest and number not in self._open:
+        if self.listener.is_over(number):
             return  # for a session that this rank has left
         if message.kind is MessageKind.ANSWER:
             self._answers[number, message.step] = message.body
