@@ -102,15 +102,16 @@ class EventLoop:
         with self.changed:
             target = self._turns + 2
             self.call(lambda: self.call(lambda: None))
-            self.changed.wait_for(lambda: self._turns >= target or self._is_gone())
+            self.changed.wait_for(lambda: self._turns >= target or self.is_gone())
 
     def flush(self, timeout: float) -> None:
         """Wait until the kernel has all that was posted, at most ``timeout`` seconds."""
         self.settle()
         with self.changed:
-            self.changed.wait_for(lambda: not self._sending or self._is_gone(), min(timeout, _LONGEST_NAP))
+            self.changed.wait_for(lambda: not self._sending or self.is_gone(), min(timeout, _LONGEST_NAP))
 
-    def _is_gone(self) -> bool:
+    def is_gone(self) -> bool:
+        """Return whether nothing is done any more in this process."""
         # In a forked child the thread is not alive, and never said that it ended.
         return self.has_ended or not self._thread.is_alive()
 

@@ -75,14 +75,14 @@ class WorkerEnd:
         self._loop.call(lambda: self.listener.begin_session(number))
         with self._reconnecting:
             # Without the thread nobody would serve the connection, and the others would wait for this rank.
-            if self._lost is not None and not self._loop.has_ended:
+            if self._lost is not None and not self._loop.is_gone():
                 try:
                     peer = self._connect()
                 except OSError:
                     return  # the coordinator is dead, and the first step will say so
                 self._loop.call(lambda: self._set_coordinator(peer))
                 self._loop.settle()
-                if self._loop.has_ended:
+                if self._loop.is_gone():
                     peer.connection.close()
 
     def check(self, number: int, step: str) -> None:
