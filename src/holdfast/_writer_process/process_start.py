@@ -81,7 +81,7 @@ def _print_where_the_parent_does(fd: int) -> None:
     sys.stderr.flush()
     os.dup2(fd, 2)
     os.close(fd)
-    if printed:
+    with contextlib.suppress(OSError):  # nobody reads it, or its disk is full
         os.write(2, printed)
     with contextlib.suppress(OSError, ValueError):
         faulthandler.enable()
