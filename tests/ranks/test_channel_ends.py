@@ -5,11 +5,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from holdfast._ranks.addresses import address_of_port
+from holdfast._ranks.addresses import Address, address_of_port
 from holdfast._ranks.authentication import ConnectionRequest
 from holdfast._ranks.broadcast import broadcast_key
 from holdfast._ranks.coordinator import CoordinatorEnd
@@ -116,3 +117,12 @@ def test_connections_for_broadcasts_that_nobody_takes_are_closed(
     assert early.recv(1) == b"x"
     for connection in (replaced, kept, late, early, taken):
         connection.close()
+
+
+def test_a_coordinator_that_does_not_answer_is_given_up_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = Address("elsewhere", ("localhost", "127.0.0.2"), silent.getsockname()[1])
+        began = time.monotonic()
+        with pytest.raises(ConnectionError, match="cannot be reached"):
+            connect(address, b"secret", ConnectionRequest(1), until=began + 0.5)
+        assert time.monotonic() - began < 5

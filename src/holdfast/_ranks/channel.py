@@ -50,10 +50,10 @@ class Channel:
     addresses: list[Address]
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    def begin(self) -> int:
+    def begin(self, timeout: float) -> int:
         """Return the number of a new session: the same on every rank that has made the same calls before."""
         number = next(self.numbers)
-        self.end.begin(number)
+        self.end.begin(number, timeout)
         return number
 
 

@@ -1,6 +1,7 @@
 """The coordinator's end of a channel: a connection to every other rank, and the record of what they do."""
 
 import logging
+import math
 import socket
 import time
 from collections.abc import Mapping
@@ -49,7 +50,7 @@ class CoordinatorEnd:
 
     # For the exchange, in any thread.
 
-    def begin(self, number: int) -> None:
+    def begin(self, number: int, _timeout: float = math.inf) -> None:
         """Begin a session on this rank."""
         self._loop.call(lambda: self.listener.begin_session(number))
 

@@ -87,7 +87,7 @@ class GroupExchange(Exchange):
         self._step = 0
         self._broadcasts: dict[tuple[int, ...], int] = {}
         self._last_step = "open"
-        self._number = channel.begin()
+        self._number = channel.begin(peer_timeout)
         # An interrupt may come before the with-block: an exchange that is garbage counts as left.
         forgotten = SessionFailure("open", lost_rank(self.rank, "it was interrupted"))
         self._abandon = weakref.finalize(self, self._end.abort, self._number, forgotten)

@@ -5,6 +5,7 @@ to: connections that say nothing, or anything else, never use up the files that 
 """
 
 import contextlib
+import math
 import secrets
 import selectors
 import socket
@@ -166,12 +167,16 @@ class Listener:
 
 
 def connect(
-    address: Address, secret: bytes, request: ConnectionRequest, check: Callable[[], None] = lambda: None
+    address: Address,
+    secret: bytes,
+    request: ConnectionRequest,
+    check: Callable[[], None] = lambda: None,
+    until: float = math.inf,
 ) -> tuple[socket.socket, int]:
     """Connect to another rank's listener; return the connection and the port of that rank's heartbeat.
 
     The listener has proved that it knows the secret when this returns. ``check`` is called while nothing
-    happens, and may raise.
+    happens, and may raise. It is given up when the monotonic clock shows ``until``.
 
     Raises:
         ConnectionError: The rank cannot be reached under any of its addresses; the message gives the reasons.
@@ -184,7 +189,7 @@ def connect(
             time.sleep(_CHECK_INTERVAL * 2**attempt)
         for host in hosts:
             try:
-                return _connect_to(host, address.port, secret, request, check)
+                return _connect_to(host, address.port, secret, request, check, until)
             except OSError as error:  # noqa: PERF203 - each host may fail in its own way
                 if isinstance(error, CheckpointError):  # of check
                     raise
@@ -197,11 +202,14 @@ def connect(
 
 
 def _connect_to(
-    host: str, port: int, secret: bytes, request: ConnectionRequest, check: Callable[[], None]
+    host: str, port: int, secret: bytes, request: ConnectionRequest, check: Callable[[], None], until: float
 ) -> tuple[socket.socket, int]:
-    connection = open_connection(host, port, _CONNECT_TIMEOUT)
+    remaining = until - time.monotonic()
+    if remaining <= 0:
+        raise TimeoutError("there was no time left to try it")
+    connection = open_connection(host, port, min(_CONNECT_TIMEOUT, remaining))
     try:
-        until = time.monotonic() + _REPLY_TIMEOUT
+        until = min(until, time.monotonic() + _REPLY_TIMEOUT)
         challenge = _receive_exactly(connection, CHALLENGE_SIZE, until, check)
         answered = authentication.answer(secret, challenge, request)
         connection.sendall(answered)

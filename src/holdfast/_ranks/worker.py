@@ -1,7 +1,9 @@
 """The end of a channel of every rank but the coordinator: one connection, and what has come over it."""
 
 import logging
+import math
 import threading
+import time
 
 from holdfast._ranks.addresses import Address
 from holdfast._ranks.authentication import ConnectionRequest
@@ -59,9 +61,12 @@ class WorkerEnd:
         self._set_coordinator(peer)
         self._loop.start()
 
-    def _connect(self) -> Peer:
+    def _connect(self, timeout: float = math.inf) -> Peer:
         request = ConnectionRequest(self._rank, heartbeat_port())
-        return Peer(self._coordinator, *connect(self._address, self._secret, request))
+        return Peer(
+            self._coordinator,
+            *connect(self._address, self._secret, request, until=time.monotonic() + timeout),
+        )
 
     def _set_coordinator(self, peer: Peer) -> None:
         self._peer = peer
@@ -70,14 +75,17 @@ class WorkerEnd:
 
     # For the exchange, in any thread.
 
-    def begin(self, number: int) -> None:
-        """Begin a session on this rank. If the connection broke, connect again: both ends may be well."""
+    def begin(self, number: int, timeout: float = math.inf) -> None:
+        """Begin a session on this rank. If the connection broke, connect again: both ends may be well.
+
+        The coordinator is taken for dead if it does not answer within ``timeout`` seconds.
+        """
         self._loop.call(lambda: self.listener.begin_session(number))
         with self._reconnecting:
             # Without the thread nobody would serve the connection, and the others would wait for this rank.
             if self._lost is not None and not self._loop.is_gone():
                 try:
-                    peer = self._connect()
+                    peer = self._connect(timeout)
                 except OSError:
                     return  # the coordinator is dead, and the first step will say so
                 self._loop.call(lambda: self._set_coordinator(peer))
