@@ -19,7 +19,6 @@ from holdfast.errors import (
 )
 
 
-
 class PackedFailure(NamedTuple):
     """What happened to a rank, in the form that is sent.
 
