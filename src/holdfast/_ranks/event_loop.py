@@ -15,7 +15,6 @@ from holdfast._ranks.messages import Message, MessageKind
 from holdfast._ranks.peer import LifeCheck, Peer
 from holdfast._ranks.sockets import closed_in_children, open_pair
 
-
 _LONGEST_NAP = 86400.0  # seconds; the system takes no number above some limit, and a timeout may be infinite
 
 _WARN_AFTER = 60.0  # seconds of waiting for others until it is worth a line in the log
