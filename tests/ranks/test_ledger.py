@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast._ranks.failures import SessionFailure, lost_rank
+from holdfast._ranks.failures import PackedFailure, SessionFailure, lost_rank
 from holdfast._ranks.ledger import Label, Ledger
 from holdfast._ranks.messages import Message, MessageKind, MessageReader, MessageSender, decode, encode
 
@@ -34,7 +34,7 @@ def account() -> Account:
 
 
 def failure(text: str = "on purpose") -> Any:
-    return OSError(text), traceback.StackSummary()
+    return PackedFailure.of((OSError(text), traceback.StackSummary()))
 
 
 def test_a_step_is_decided_when_every_part_is_there(account: Account) -> None:
@@ -124,7 +124,7 @@ def test_ranks_that_do_not_do_the_same_are_told_so(account: Account, label: Labe
     account.deliver(0)
     account.deliver(1, label=label, step=step)
     (_, failed, _) = account.told[0]
-    assert "same calls in the same order" in str(failed.failures[1][0])
+    assert "same calls in the same order" in str(failed.to_raise())
 
 
 def test_a_rank_that_left_before_a_step_fails_it(account: Account) -> None:

@@ -155,6 +155,27 @@ print(bool((stager.stage(state).state["w"] == 1).all()))
     assert done.stdout.splitlines()[1] == "True"
 
 
+@pytest.mark.slow
+def test_tensors_that_are_held_survive_a_later_staging_without_memory() -> None:
+    code = """
+import resource, torch
+from holdfast._staging.stage import Staging
+stager = Staging(shared_memory=True)
+staged = stager.stage({"w": torch.ones(1000)})
+held = staged.state["w"]
+staged.release()
+large = {"w": torch.ones(64 << 18)}
+now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (now + (32 << 20), resource.RLIM_INFINITY))
+try:
+    stager.stage(large)
+except MemoryError:
+    print(held.sum().item())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "1000.0\n", done
+
+
 # --- leases
 
 

@@ -42,6 +42,7 @@ from holdfast._staging.stage import Staging
 from holdfast._staging.staged import StagedState
 from holdfast._writer_process.client import (
     kill_writer_process,
+    ready_writer_process,
     start_writer_process,
     stop_writer_process,
 )
@@ -356,6 +357,23 @@ def test_a_forked_child_leaves_the_writer_process_alone(tmp_path: Path) -> None:
     assert os.waitpid(child, 0)[1] == 0
     save_in_process({"a": torch.ones(3)}, FileSystemWriter(tmp_path / "c"))
     assert _pid() == pid
+
+
+def test_the_end_of_a_writer_process_is_noticed_though_a_child_was_forked_while_it_started() -> None:
+    stop_writer_process()
+    start_writer_process(wait=False)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    try:
+        process = ready_writer_process()
+        process.kill()
+        process._thread.join(20)
+        assert process.has_ended
+        assert not process._thread.is_alive()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_killed_writer_process_is_named_nothing_is_committed_and_the_next_save_has_another(

@@ -27,7 +27,14 @@ _BROKEN_CHECKS = 100
 
 def broadcast_key(session: int, members: Sequence[int], count: int, to: int) -> bytes:
     """Return the key of the connection of one broadcast into one rank; no other connection has it."""
-    return hashlib.sha256(repr((session, tuple(members), count, to)).encode()).digest()[:16]
+    return (
+        session.to_bytes(8, "big") + hashlib.sha256(repr((tuple(members), count, to)).encode()).digest()[:8]
+    )
+
+
+def session_of_key(key: bytes) -> int:
+    """Return the session of a broadcast."""
+    return int.from_bytes(key[:8], "big")
 
 
 class Broadcast:

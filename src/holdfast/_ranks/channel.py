@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from holdfast._ranks.addresses import Address, address_of_port
 from holdfast._ranks.coordinator import CoordinatorEnd
-from holdfast._ranks.failures import Failures, attempt
+from holdfast._ranks.failures import attempt
 from holdfast._ranks.listener import MOST_UNPROVED
 from holdfast._ranks.worker import WorkerEnd
 from holdfast.errors import WRAPPED_EXCEPTION, CheckpointException, UsageError
@@ -50,10 +50,10 @@ class Channel:
     addresses: list[Address]
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    def begin(self) -> int:
+    def begin(self, timeout: float) -> int:
         """Return the number of a new session: the same on every rank that has made the same calls before."""
         number = next(self.numbers)
-        self.end.begin(number)
+        self.end.begin(number, timeout)
         return number
 
 
@@ -111,29 +111,35 @@ def open_channel(group: dist.ProcessGroup | None = None, coordinator_rank: int =
 
 def _connect_ranks(group: dist.ProcessGroup, rank: int, world_size: int, coordinator: int) -> Channel:
     root = dist.get_global_rank(group, coordinator)
-    end: CoordinatorEnd | WorkerEnd | None = None
-    address: Address | None = None
+    opened: tuple[CoordinatorEnd | WorkerEnd, Address] | None = None
     failure: WRAPPED_EXCEPTION | None = None
     offer: list[Any] = [None]
     if rank == coordinator:
-        end, failure = attempt(lambda: _open_coordinator(rank, world_size))
-        if isinstance(end, CoordinatorEnd):
-            address = address_of_port(end.listener.port, is_master=root == 0)
-            offer = [(address, end.secret)]
+        opened, failure = attempt(lambda: _with_address(_open_coordinator(rank, world_size)))
+        if opened is not None and isinstance(opened[0], CoordinatorEnd):
+            offer = [(opened[1], opened[0].secret)]
     dist.broadcast_object_list(offer, src=root, group=group)
     if rank != coordinator and offer[0] is not None:
-        end, failure = attempt(lambda: WorkerEnd(rank, coordinator, *offer[0]))
-        if isinstance(end, WorkerEnd):
-            address = address_of_port(end.listener.port, is_master=dist.get_rank() == 0)
+        opened, failure = attempt(lambda: _with_address(WorkerEnd(rank, coordinator, *offer[0])))
+    end, address = opened or (None, None)
     outcomes: list[Any] = [None] * world_size
     dist.all_gather_object(outcomes, (failure, address), group=group)
-    failures: Failures = {who: found for who, (found, _) in enumerate(outcomes) if found is not None}
+    failures = {who: found for who, (found, _) in enumerate(outcomes) if found is not None}
     if failures:
         if end is not None:
             end.close()
         raise CheckpointException.of("connect", failures)
     assert end is not None
     return Channel(rank, end, offer[0][1], [where for _, where in outcomes])
+
+
+def _with_address(end: CoordinatorEnd | WorkerEnd) -> tuple[CoordinatorEnd | WorkerEnd, Address]:
+    """Return an end and where it listens; close it if that cannot be found out."""
+    try:
+        return end, address_of_port(end.listener.port, is_master=dist.get_rank() == 0)
+    except BaseException:
+        end.close()
+        raise
 
 
 def _open_coordinator(rank: int, world_size: int) -> CoordinatorEnd:

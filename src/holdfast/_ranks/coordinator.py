@@ -1,13 +1,21 @@
 """The coordinator's end of a channel: a connection to every other rank, and the record of what they do."""
 
 import logging
+import math
 import socket
 import time
 from collections.abc import Mapping
 
 from holdfast._ranks.authentication import ConnectionRequest, new_secret
 from holdfast._ranks.event_loop import EventLoop
-from holdfast._ranks.failures import SessionFailedError, SessionFailure, lost_rank, pack, unpack
+from holdfast._ranks.failures import (
+    PackedFailure,
+    SessionFailedError,
+    SessionFailure,
+    lost_rank,
+    pack,
+    unpack,
+)
 from holdfast._ranks.ledger import Label, Ledger
 from holdfast._ranks.listener import Listener
 from holdfast._ranks.messages import Message, MessageKind, Segments, decode, encode
@@ -42,8 +50,9 @@ class CoordinatorEnd:
 
     # For the exchange, in any thread.
 
-    def begin(self, number: int) -> None:
+    def begin(self, number: int, _timeout: float = math.inf) -> None:
         """Begin a session on this rank."""
+        self._loop.call(lambda: self.listener.begin_session(number))
 
     def check(self, number: int, step: str) -> None:
         """Raise SessionFailedError if the session has failed; ``step`` is where this rank is."""
@@ -62,7 +71,8 @@ class CoordinatorEnd:
         Raises:
             SessionFailedError: A rank has failed, is lost, or is at another step.
         """
-        self._loop.call(lambda: self._deliver(number, step, self._rank, label, None, failure))
+        packed = failure and PackedFailure.of(failure)
+        self._loop.call(lambda: self._deliver(number, step, self._rank, label, None, packed))
         with self._loop.changed:
             session = self._ledger.session(number)
 
@@ -119,13 +129,13 @@ class CoordinatorEnd:
 
         def leave() -> None:
             self._ledger.fail(number, failure)
-            self._ledger.end(number, self._rank)
+            self._leave(number)
 
         self._loop.call(leave)
 
     def end(self, number: int, timeout: float) -> None:
         """Leave a session at its end. The kernel has all that was sent when this returns."""
-        self._loop.call(lambda: self._ledger.end(number, self._rank))
+        self._loop.call(lambda: self._leave(number))
         self._loop.flush(timeout)
 
     def close(self, timeout: float = 1.0) -> None:
@@ -140,6 +150,10 @@ class CoordinatorEnd:
             raise SessionFailedError(failure)
 
     # For the event loop, in its thread.
+
+    def _leave(self, number: int) -> None:
+        self._ledger.end(number, self._rank)
+        self.listener.end_session(number)
 
     def _admit(self, connection: socket.socket, request: ConnectionRequest) -> None:
         before = self._peers.get(request.rank)
@@ -175,7 +189,7 @@ class CoordinatorEnd:
         rank: int,
         label: Label,
         part: Segments | None,
-        failure: WRAPPED_EXCEPTION | None,
+        failure: PackedFailure | None,
     ) -> None:
         deadline = self._ledger.deliver(number, step, rank, label, part, failure, time.monotonic())
         if deadline is not None:

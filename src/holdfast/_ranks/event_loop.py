@@ -13,7 +13,9 @@ from typing import Protocol
 
 from holdfast._ranks.messages import Message, MessageKind
 from holdfast._ranks.peer import LifeCheck, Peer
-from holdfast._ranks.sockets import closed_in_children
+from holdfast._ranks.sockets import closed_in_children, open_pair
+
+_LONGEST_NAP = 86400.0  # seconds; the system takes no number above some limit, and a timeout may be infinite
 
 _WARN_AFTER = 60.0  # seconds of waiting for others until it is worth a line in the log
 
@@ -51,19 +53,18 @@ class EventLoop:
 
     Attributes:
         changed: Notified after every change; its lock protects what other threads read.
+        has_ended: Whether nothing is done any more; set with ``changed`` held.
     """
 
     def __init__(self, end: ChannelEnd, name: str) -> None:
         self.changed = threading.Condition()
+        self.has_ended = False
         self._end = end
         self._calls: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Callable[[float], None]]] = []
         self._timer_numbers = itertools.count()
         self._selector = closed_in_children(selectors.DefaultSelector)
-        self._wake_in, self._wake_out = (
-            closed_in_children(lambda end=end: end)  # type: ignore[misc]
-            for end in socket.socketpair()
-        )
+        self._wake_in, self._wake_out = open_pair()
         self._wake_in.settimeout(0)
         self._wake_out.settimeout(0)
         self.listen_to(self._wake_in, selectors.EVENT_READ, self._woken)
@@ -100,13 +101,18 @@ class EventLoop:
         with self.changed:
             target = self._turns + 2
             self.call(lambda: self.call(lambda: None))
-            self.changed.wait_for(lambda: self._turns >= target or not self._thread.is_alive())
+            self.changed.wait_for(lambda: self._turns >= target or self.is_gone())
 
     def flush(self, timeout: float) -> None:
         """Wait until the kernel has all that was posted, at most ``timeout`` seconds."""
         self.settle()
         with self.changed:
-            self.changed.wait_for(lambda: not self._sending or not self._thread.is_alive(), timeout)
+            self.changed.wait_for(lambda: not self._sending or self.is_gone(), min(timeout, _LONGEST_NAP))
+
+    def is_gone(self) -> bool:
+        """Return whether nothing is done any more in this process."""
+        # In a forked child the thread is not alive, and never said that it ended.
+        return self.has_ended or not self._thread.is_alive()
 
     def close(self, timeout: float) -> None:
         """Tell the peers, send what waits to be sent, and close everything within about ``timeout`` seconds.
@@ -186,17 +192,18 @@ class EventLoop:
                 self._turn()
         except BaseException as error:  # noqa: BLE001 - whoever waits for this thread must not wait for ever
             with self.changed:
+                self.has_ended = True
                 self._end.on_broken(error)
         finally:
+            with self.changed:
+                self.has_ended = True
+                self.changed.notify_all()
             for peer in self._peers:
                 self._unwatch(peer)
                 peer.connection.close()
             for owned in list(self._owned):
                 owned.close()
             self._selector.close()
-            with self.changed:
-                self._turns += 3
-                self.changed.notify_all()
 
     def _turn(self) -> None:
         """Sleep until there is something to do, and do it."""
@@ -232,7 +239,7 @@ class EventLoop:
         until = [when for when, _, _ in self._timers[:1]]
         if timeout is not None:
             until.append(self._watch_at(timeout))
-        return max(0.0, min(until) - time.monotonic()) if until else None
+        return min(max(0.0, min(until) - time.monotonic()), _LONGEST_NAP) if until else None
 
     def _woken(self, _now: float) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -245,8 +252,8 @@ class EventLoop:
         except (EOFError, ConnectionResetError, BrokenPipeError):
             self.drop(peer, "it died: its connection closed")
             return
-        except (OSError, ValueError) as error:
-            self.drop(peer, f"its connection broke: {error}")
+        except (OSError, ValueError, MemoryError) as error:
+            self.drop(peer, f"its connection broke: {error!r}")
             return
         peer.heard(now)
         for message in messages:

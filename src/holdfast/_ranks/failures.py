@@ -1,4 +1,8 @@
-"""Failures on their way between ranks: each arrives in some form, whatever its exception is."""
+"""Failures on their way between ranks: each arrives in some form, whatever its exception is.
+
+The thread of the channel only passes them on as bytes. To pickle an exception, or to make it again, may
+import a module, and that waits while the main thread saves in the middle of importing the same module.
+"""
 
 import pickle
 import traceback
@@ -6,9 +10,47 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 from holdfast._ranks.messages import Segments, decode, encode
-from holdfast.errors import WRAPPED_EXCEPTION, RankLostError, RemoteError, portable_failure
+from holdfast.errors import (
+    WRAPPED_EXCEPTION,
+    CheckpointException,
+    RankLostError,
+    RemoteError,
+    portable_failure,
+)
 
-Failures: TypeAlias = dict[int, WRAPPED_EXCEPTION]
+
+class PackedFailure(NamedTuple):
+    """What happened to a rank, in the form that is sent.
+
+    Attributes:
+        as_it_is: The pickled failure.
+        described: A pickled description of it, for ranks that do not know the class of the exception.
+        original: The failure itself, on the rank where it happened.
+    """
+
+    as_it_is: bytes
+    described: bytes
+    original: WRAPPED_EXCEPTION | None = None
+
+    @classmethod
+    def of(cls, failure: WRAPPED_EXCEPTION) -> "PackedFailure":
+        """Pack a failure. Not for the thread of the channel, unless the exception is one of ours."""
+        error, trace = failure
+        described = RemoteError.from_exception(error), trace
+        return cls(pickle.dumps(failure), pickle.dumps(described), failure)
+
+    def unpacked(self) -> WRAPPED_EXCEPTION:
+        """The failure; if this process does not know the class of its exception, its description."""
+        if self.original is not None:
+            return self.original
+        try:
+            failure: WRAPPED_EXCEPTION = pickle.loads(self.as_it_is)
+        except Exception:  # noqa: BLE001 - a stranger's class may be missing here, or raise anything
+            failure = pickle.loads(self.described)
+        return failure
+
+
+Failures: TypeAlias = dict[int, PackedFailure]
 
 
 class SessionFailure(NamedTuple):
@@ -21,6 +63,11 @@ class SessionFailure(NamedTuple):
 
     step: str
     failures: Failures
+
+    def to_raise(self) -> CheckpointException:
+        """Return the exception that every rank raises for it. Not for the thread of the channel."""
+        failures = {rank: packed.unpacked() for rank, packed in self.failures.items()}
+        return CheckpointException.of(self.step, failures)
 
 
 class SessionFailedError(Exception):
@@ -51,7 +98,8 @@ def attempt(work: Callable[[], Any]) -> tuple[Any, WRAPPED_EXCEPTION | None]:
 
 def lost_rank(rank: int, reason: str) -> Failures:
     """Return the failure of a step by the loss of a rank."""
-    return {rank: (RankLostError(f"rank {rank} is lost: {reason}", rank=rank), traceback.StackSummary())}
+    error = RankLostError(f"rank {rank} is lost: {reason}", rank=rank)
+    return {rank: PackedFailure.of((error, traceback.StackSummary()))}
 
 
 def silent_rank(rank: int, timeout: float) -> Failures:
@@ -60,26 +108,12 @@ def silent_rank(rank: int, timeout: float) -> Failures:
 
 
 def pack(failure: SessionFailure) -> Segments:
-    """Return the failure as segments: each exception twice, as it is and as a description."""
+    """Return the failure as segments."""
     step, failures = failure
-    forms = {rank: (pickle.dumps(f), pickle.dumps(_described(f))) for rank, f in failures.items()}
-    return encode((step, forms))
+    return encode((step, {rank: tuple(packed[:2]) for rank, packed in failures.items()}))
 
 
 def unpack(segments: Segments) -> SessionFailure:
-    """Return the failure; where this process does not know the class of an exception, its description."""
+    """Return the failure that :func:`pack` was given. Imports nothing."""
     step, forms = decode(segments)
-    return SessionFailure(step, {rank: _first_that_loads(*both) for rank, both in forms.items()})
-
-
-def _described(failure: WRAPPED_EXCEPTION) -> WRAPPED_EXCEPTION:
-    error, trace = failure
-    return RemoteError.from_exception(error), trace
-
-
-def _first_that_loads(as_it_is: bytes, described: bytes) -> WRAPPED_EXCEPTION:
-    try:
-        failure: WRAPPED_EXCEPTION = pickle.loads(as_it_is)
-    except Exception:  # noqa: BLE001 - a stranger's class may be missing here, or raise anything
-        failure = pickle.loads(described)
-    return failure
+    return SessionFailure(step, {rank: PackedFailure(*both) for rank, both in forms.items()})

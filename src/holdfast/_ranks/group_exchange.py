@@ -14,12 +14,12 @@ from holdfast._ranks.broadcast import Broadcast, broadcast_key
 from holdfast._ranks.channel import Channel, open_channel
 from holdfast._ranks.coordinator import CoordinatorEnd
 from holdfast._ranks.exchange import Alone, Exchange
-from holdfast._ranks.failures import Failures, SessionFailedError, SessionFailure, attempt, lost_rank
+from holdfast._ranks.failures import PackedFailure, SessionFailedError, SessionFailure, attempt, lost_rank
 from holdfast._ranks.ledger import Label
 from holdfast._ranks.listener import connect
 from holdfast._ranks.messages import Segments, decode, encode
 from holdfast._ranks.worker import WorkerEnd
-from holdfast.errors import CheckpointException, UsageError, portable_failure
+from holdfast.errors import WRAPPED_EXCEPTION, CheckpointException, UsageError, portable_failure
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -68,7 +68,7 @@ def _raising_for_all() -> Iterator[None]:
     try:
         yield
     except SessionFailedError as failed:
-        raise CheckpointException.of(*failed.failure) from None
+        raise failed.failure.to_raise() from None
 
 
 class GroupExchange(Exchange):
@@ -87,7 +87,7 @@ class GroupExchange(Exchange):
         self._step = 0
         self._broadcasts: dict[tuple[int, ...], int] = {}
         self._last_step = "open"
-        self._number = channel.begin()
+        self._number = channel.begin(peer_timeout)
         # An interrupt may come before the with-block: an exchange that is garbage counts as left.
         forgotten = SessionFailure("open", lost_rank(self.rank, "it was interrupted"))
         self._abandon = weakref.finalize(self, self._end.abort, self._number, forgotten)
@@ -206,8 +206,9 @@ class GroupExchange(Exchange):
                 encoded[id(answers[rank])] = encode(answers[rank])
         return answers[self.rank], {rank: encoded[id(answers[rank])] for rank in self._others()}
 
-    def _fail(self, end: CoordinatorEnd, failures: Failures) -> None:
-        failure = SessionFailure(self._last_step, failures)
+    def _fail(self, end: CoordinatorEnd, failures: dict[int, WRAPPED_EXCEPTION]) -> None:
+        packed = {rank: PackedFailure.of(failure) for rank, failure in failures.items()}
+        failure = SessionFailure(self._last_step, packed)
         end.fail(self._number, failure)
         raise SessionFailedError(failure)
 
@@ -226,7 +227,8 @@ class GroupExchange(Exchange):
             name = f"{type(error).__name__}({error})" if error.args else type(error).__name__
             failures = lost_rank(self.rank, f"it was interrupted by {name}")
         elif error is not None and not isinstance(error, CheckpointException):
-            failures = {self.rank: portable_failure((error, traceback.extract_tb(trace)))}
+            portable = portable_failure((error, traceback.extract_tb(trace)))
+            failures = {self.rank: PackedFailure.of(portable)}
         if failures is None:
             self._end.end(self._number, self._timeout)
         else:

@@ -4,12 +4,15 @@ A rank answers the messages of its peers in a thread, and that thread cannot run
 GIL: a pickle of millions of records holds it for many seconds. Such a rank is busy, not dead. A listener
 that native code serves tells the two apart: the server thread of a ``TCPStore`` closes a connection that
 its client has shut down, whatever Python is doing (measured: 0.3 ms), and a stopped process does not.
-Nothing is ever stored in it.
+Nothing is ever stored in it, and the system drops whatever is sent to it (Linux).
 """
 
+import contextlib
+import ctypes
 import errno
 import os
 import socket
+import struct
 import sys
 import threading
 from typing import Any
@@ -21,6 +24,20 @@ from holdfast._ranks.sockets import closed_in_children, listen
 _stores: dict[int, Any] = {}  # by process: a forked child inherits the store without its thread
 _opening = threading.Lock()
 _DEFER_ACCEPT = 3600  # seconds; the kernel makes it about so many
+_SO_ATTACH_FILTER = 26
+# Classic BPF, a (code, jump if true, jump if false, value) a line: only TCP segments without data pass.
+_NO_DATA = (
+    (0x80, 0, 0, 0),  # the length of the segment
+    (0x02, 0, 0, 0),  # is kept
+    (0x30, 0, 0, 12),  # the length of its header
+    (0x54, 0, 0, 0xF0),
+    (0x74, 0, 0, 2),
+    (0x07, 0, 0, 0),
+    (0x60, 0, 0, 0),
+    (0x1D, 0, 1, 0),  # are they equal?
+    (0x06, 0, 0, 0xFFFFFFFF),  # yes: it passes
+    (0x06, 0, 0, 0),  # no: it is dropped
+)
 
 
 def heartbeat_port() -> int:
@@ -43,9 +60,21 @@ def _open_store() -> Any:
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _DEFER_ACCEPT)
         port = listening.getsockname()[1]
         served = os.dup(listening.fileno())
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1", port, None, is_master=True, wait_for_workers=False, master_listen_fd=served
-    )
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", port, None, is_master=True, wait_for_workers=False, master_listen_fd=served
+        )
+        # Only now: the store has sent something to itself. Whoever connects from now on can store nothing.
+        if sys.platform == "linux":
+            _drop_data(listening)
+    return store
+
+
+def _drop_data(listening: socket.socket) -> None:
+    """Have the system drop all data that is sent to a listening socket, where it can do that."""
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in _NO_DATA))
+    with contextlib.suppress(OSError):
+        about = struct.pack("HL", len(_NO_DATA), ctypes.addressof(program))
+        listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, about)
 
 
 class HeartbeatProbe:

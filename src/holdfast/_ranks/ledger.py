@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from holdfast._ranks.failures import Failures, SessionFailure, lost_rank, silent_rank
+from holdfast._ranks.failures import Failures, PackedFailure, SessionFailure, lost_rank, silent_rank
 from holdfast._ranks.messages import Segments
-from holdfast.errors import WRAPPED_EXCEPTION, UsageError
+from holdfast.errors import UsageError
 
 # The part of a timeout that the coordinator waits for other parts after one has failed, so that all
 # failures of a step are raised together.
@@ -38,14 +38,15 @@ class Label(NamedTuple):
     timeout: float
 
 
-def different_calls(rank: int, label: Label, others: Label) -> UsageError:
-    """Return the error of ranks that do not make the same calls."""
-    return UsageError(
+def different_calls(rank: int, label: Label, others: Label) -> PackedFailure:
+    """Return the failure of ranks that do not make the same calls."""
+    error = UsageError(
         f"rank {rank} is at step {label.step!r} of a {label.purpose} while others are at step "
         f"{others.step!r} of a {others.purpose}: all ranks of a group must make the same calls in the same "
         "order",
         rank=rank,
     )
+    return PackedFailure.of((error, traceback.StackSummary()))
 
 
 @dataclass
@@ -109,7 +110,7 @@ class Ledger:
         rank: int,
         label: Label,
         part: Segments | None,
-        failure: WRAPPED_EXCEPTION | None,
+        failure: PackedFailure | None,
         now: float,
     ) -> float | None:
         """Record that a rank has done its part, or failed to.
@@ -148,9 +149,8 @@ class Ledger:
         there = session.label or session.expected or label
         if (step, label.purpose, label.step) == (session.step, there.purpose, there.step):
             return session
-        error = different_calls(rank, label, there)
         self._fail_after_decision(
-            number, SessionFailure(label.step, {rank: (error, traceback.StackSummary())})
+            number, SessionFailure(label.step, {rank: different_calls(rank, label, there)})
         )
         return None
 

@@ -5,6 +5,7 @@ to: connections that say nothing, or anything else, never use up the files that 
 """
 
 import contextlib
+import math
 import secrets
 import selectors
 import socket
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from holdfast._ranks import authentication
 from holdfast._ranks.addresses import Address, hosts_to_try
 from holdfast._ranks.authentication import ANSWER_SIZE, CHALLENGE_SIZE, REPLY_SIZE, ConnectionRequest
+from holdfast._ranks.broadcast import session_of_key
 from holdfast._ranks.event_loop import EventLoop
 from holdfast._ranks.heartbeat import heartbeat_port
 from holdfast._ranks.sockets import closed_in_children, listen, open_connection
@@ -58,10 +60,33 @@ class Listener:
         self._heartbeat_port = heartbeat_port()
         self._unproved: dict[socket.socket, None] = {}  # the oldest first
         self._for_broadcasts: dict[bytes, socket.socket] = {}
+        self._sessions: set[int] = set()
+        self._latest = -1
         self._socket = listen()
         self.port: int = self._socket.getsockname()[1]
         loop.own(self._socket)
         loop.listen_to(self._socket, selectors.EVENT_READ, self._accept)
+
+    def begin_session(self, number: int) -> None:
+        """Keep connections for the broadcasts of a session. Only for the loop's thread."""
+        self._latest = max(number, self._latest)
+        self._sessions.add(number)
+
+    def end_session(self, number: int) -> None:
+        """Close those that nobody took, and those that come later. Only for the loop's thread."""
+        self._sessions.discard(number)
+        for key in [key for key in self._for_broadcasts if session_of_key(key) == number]:
+            self._close_broadcast(key)
+
+    def is_over(self, number: int) -> bool:
+        """Return whether this rank has left a session. Only for the loop's thread."""
+        return number <= self._latest and number not in self._sessions
+
+    def _close_broadcast(self, key: bytes) -> None:
+        connection = self._for_broadcasts.pop(key, None)
+        if connection is not None:
+            self._loop.disown(connection)
+            connection.close()
 
     def wait_for_broadcast(self, key: bytes, check: Callable[[], None]) -> socket.socket:
         """Return the connection for a broadcast. ``check`` is called while it has not come, and may raise."""
@@ -135,16 +160,23 @@ class Listener:
             self._loop.disown(connection)
             self._admit(connection, request)
         else:
+            self._close_broadcast(request.broadcast)
             self._for_broadcasts[request.broadcast] = connection
+            if self.is_over(session_of_key(request.broadcast)):
+                self._close_broadcast(request.broadcast)
 
 
 def connect(
-    address: Address, secret: bytes, request: ConnectionRequest, check: Callable[[], None] = lambda: None
+    address: Address,
+    secret: bytes,
+    request: ConnectionRequest,
+    check: Callable[[], None] = lambda: None,
+    until: float = math.inf,
 ) -> tuple[socket.socket, int]:
     """Connect to another rank's listener; return the connection and the port of that rank's heartbeat.
 
     The listener has proved that it knows the secret when this returns. ``check`` is called while nothing
-    happens, and may raise.
+    happens, and may raise. It is given up when the monotonic clock shows ``until``.
 
     Raises:
         ConnectionError: The rank cannot be reached under any of its addresses; the message gives the reasons.
@@ -157,7 +189,7 @@ def connect(
             time.sleep(_CHECK_INTERVAL * 2**attempt)
         for host in hosts:
             try:
-                return _connect_to(host, address.port, secret, request, check)
+                return _connect_to(host, address.port, secret, request, check, until)
             except OSError as error:  # noqa: PERF203 - each host may fail in its own way
                 if isinstance(error, CheckpointError):  # of check
                     raise
@@ -170,11 +202,14 @@ def connect(
 
 
 def _connect_to(
-    host: str, port: int, secret: bytes, request: ConnectionRequest, check: Callable[[], None]
+    host: str, port: int, secret: bytes, request: ConnectionRequest, check: Callable[[], None], until: float
 ) -> tuple[socket.socket, int]:
-    connection = open_connection(host, port, _CONNECT_TIMEOUT)
+    remaining = until - time.monotonic()
+    if remaining <= 0:
+        raise TimeoutError("there was no time left to try it")
+    connection = open_connection(host, port, min(_CONNECT_TIMEOUT, remaining))
     try:
-        until = time.monotonic() + _REPLY_TIMEOUT
+        until = min(until, time.monotonic() + _REPLY_TIMEOUT)
         challenge = _receive_exactly(connection, CHALLENGE_SIZE, until, check)
         answered = authentication.answer(secret, challenge, request)
         connection.sendall(answered)

@@ -47,6 +47,14 @@ os.register_at_fork(
 )
 
 
+def open_pair() -> tuple[socket.socket, socket.socket]:
+    """Return two sockets that are connected to each other."""
+    with _making:
+        pair = socket.socketpair()
+        _of_this_process.update(pair)
+    return pair
+
+
 def listen() -> socket.socket:
     """Return a listening socket that does not block, on a free port of every interface."""
 

@@ -1,14 +1,16 @@
 """The end of a channel of every rank but the coordinator: one connection, and what has come over it."""
 
 import logging
+import math
 import threading
-import traceback
+import time
 
 from holdfast._ranks.addresses import Address
 from holdfast._ranks.authentication import ConnectionRequest
 from holdfast._ranks.event_loop import EventLoop
 from holdfast._ranks.failures import (
     Failures,
+    PackedFailure,
     SessionFailedError,
     SessionFailure,
     lost_rank,
@@ -50,8 +52,6 @@ class WorkerEnd:
         self._answers: dict[tuple[int, int], Segments] = {}
         self._failures: dict[int, SessionFailure] = {}
         self._given_up: set[int] = set()
-        self._open: set[int] = set()
-        self._latest = -1
         self._waiting: dict[int, Label] = {}
         self._lost: Failures | None = None
         self._reconnecting = threading.Lock()
@@ -61,9 +61,12 @@ class WorkerEnd:
         self._set_coordinator(peer)
         self._loop.start()
 
-    def _connect(self) -> Peer:
+    def _connect(self, timeout: float = math.inf) -> Peer:
         request = ConnectionRequest(self._rank, heartbeat_port())
-        return Peer(self._coordinator, *connect(self._address, self._secret, request))
+        return Peer(
+            self._coordinator,
+            *connect(self._address, self._secret, request, until=time.monotonic() + timeout),
+        )
 
     def _set_coordinator(self, peer: Peer) -> None:
         self._peer = peer
@@ -72,22 +75,23 @@ class WorkerEnd:
 
     # For the exchange, in any thread.
 
-    def begin(self, number: int) -> None:
-        """Begin a session on this rank. If the connection broke, connect again: both ends may be well."""
+    def begin(self, number: int, timeout: float = math.inf) -> None:
+        """Begin a session on this rank. If the connection broke, connect again: both ends may be well.
 
-        def enter() -> None:
-            self._latest = max(number, self._latest)
-            self._open.add(number)
-
-        self._loop.call(enter)
+        The coordinator is taken for dead if it does not answer within ``timeout`` seconds.
+        """
+        self._loop.call(lambda: self.listener.begin_session(number))
         with self._reconnecting:
-            if self._lost is not None:
+            # Without the thread nobody would serve the connection, and the others would wait for this rank.
+            if self._lost is not None and not self._loop.is_gone():
                 try:
-                    peer = self._connect()
+                    peer = self._connect(timeout)
                 except OSError:
                     return  # the coordinator is dead, and the first step will say so
                 self._loop.call(lambda: self._set_coordinator(peer))
                 self._loop.settle()
+                if self._loop.is_gone():
+                    peer.connection.close()
 
     def check(self, number: int, step: str) -> None:
         """Raise SessionFailedError if the session has failed; ``step`` is where this rank is."""
@@ -109,7 +113,10 @@ class WorkerEnd:
         """Tell the coordinator that this rank has done its part, or failed to."""
         kind = MessageKind.PART
         if failure is not None:
-            kind, part = MessageKind.FAILED_PART, pack(SessionFailure(label.step, {self._rank: failure}))
+            kind, part = (
+                MessageKind.FAILED_PART,
+                pack(SessionFailure(label.step, {self._rank: PackedFailure.of(failure)})),
+            )
         message = Message(kind, number, step, [*encode(tuple(label)), *part])
         self._loop.call(lambda: self._loop.post(self._peer, message))
 
@@ -139,7 +146,7 @@ class WorkerEnd:
             self._loop.call(lambda: self._stop_waiting(number))
         theirs = Label(*decode([head]))
         if theirs[:2] != label[:2]:
-            failure = (different_calls(self._rank, label, theirs), traceback.StackSummary())
+            failure = different_calls(self._rank, label, theirs)
             raise SessionFailedError(SessionFailure(label.step, {self._rank: failure}))
         return answer
 
@@ -164,7 +171,7 @@ class WorkerEnd:
 
         def leave() -> None:
             self._loop.post(self._peer, message)
-            self._open.discard(number)
+            self.listener.end_session(number)
             self._stop_waiting(number)
             self._failures.pop(number, None)
             self._given_up.discard(number)
@@ -184,7 +191,7 @@ class WorkerEnd:
     def on_message(self, _peer: Peer, message: Message) -> None:
         """Keep the answer or the failure until the exchange asks for it."""
         number = message.session
-        if number <= self._latest and number not in self._open:
+        if self.listener.is_over(number):
             return  # for a session that this rank has left
         if message.kind is MessageKind.ANSWER:
             self._answers[number, message.step] = message.body

@@ -109,8 +109,8 @@ class Staging:
         if known is not None and known.facts == facts:
             return known
         found.refuse_without_memory()
-        self._layout = lay_out(facts)
-        return self._layout
+        self._layout = made = lay_out(facts)
+        return made
 
     @torch.no_grad()
     def _copy(self, tensors: Sequence[torch.Tensor], layout: BufferLayout, base: torch.Tensor) -> Any:

@@ -61,11 +61,17 @@ class StagingBuffer:
         except (OSError, MemoryError) as error:
             self._map = None
             if self.fd is not None:
-                os.ftruncate(self.fd, 0)
+                self._replace_file(self.fd)
             raise MemoryError(f"staging needs {nbytes:,} bytes of host memory: {error}") from error
         self.nbytes = capacity
         if self._pinned:
             _pin(self._map, capacity)
+
+    def _replace_file(self, fd: int) -> None:
+        """Use a new, empty file. The old one may still have readers, whom truncating it would kill."""
+        fresh = make_anonymous_file("staging")
+        os.dup2(fresh, fd, inheritable=False)
+        os.close(fresh)
 
     def _mapped(self, capacity: int) -> mmap.mmap:
         if self.fd is not None:

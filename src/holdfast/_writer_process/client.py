@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from multiprocessing import spawn
 from typing import Any
 
+from holdfast._ranks.sockets import open_pair
 from holdfast._staging.anonymous_file import make_anonymous_file
 from holdfast._version import __version__
 from holdfast._writer_process import process_messages as messages
@@ -56,20 +57,19 @@ class WriterProcess:
         self._failure: StorageError | None = None
         self._is_stopping = False
         self._known = threading.Event()
-        progress = make_anonymous_file("progress")
-        self._stderr = make_anonymous_file("writer-stderr")
-        self._progress = SharedProgress(progress)
-        self._link, theirs = socket.socketpair()
-        self._thread = threading.Thread(
-            target=self._run, args=(theirs, progress), name="holdfast-writer-process", daemon=True
-        )
-        try:
+        with contextlib.ExitStack() as undo:
+            # A forked child must keep neither end open, or the end of the other process is never noticed.
+            self._link, theirs = (undo.enter_context(end) for end in open_pair())
+            progress = make_anonymous_file("progress")
+            undo.callback(os.close, progress)
+            self._progress = SharedProgress(progress)
+            self._stderr = make_anonymous_file("writer-stderr")
+            undo.callback(self.close_descriptors)
+            self._thread = threading.Thread(
+                target=self._run, args=(theirs, progress), name="holdfast-writer-process", daemon=True
+            )
             self._thread.start()
-        except RuntimeError:
-            theirs.close()
-            os.close(progress)
-            self.close_descriptors()
-            raise
+            undo.pop_all()
 
     def wait_until_ready(self) -> None:
         """Wait until the process can take requests.
@@ -293,8 +293,7 @@ def kill_writer_process() -> None:
 
 
 def _forget_after_fork() -> None:
-    # A child that used the parent's socket would mix up the messages. One that only kept it open would keep
-    # the writer process from noticing the end of the parent.
+    # A child that used the parent's socket would mix up the messages.
     global _current, _choosing
     if _current is not None:
         _current.close_descriptors()

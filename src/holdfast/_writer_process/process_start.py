@@ -81,7 +81,7 @@ def _print_where_the_parent_does(fd: int) -> None:
     sys.stderr.flush()
     os.dup2(fd, 2)
     os.close(fd)
-    if printed:
+    with contextlib.suppress(OSError):  # nobody reads it, or its disk is full
         os.write(2, printed)
     with contextlib.suppress(OSError, ValueError):
         faulthandler.enable()
@@ -99,7 +99,9 @@ def _lower_priority() -> None:
     The priority at the disk follows from the niceness: it is low, but still served. The idle class is not
     served at all while others keep the disk busy, and the trainer would wait for its staging buffer.
     """
-    os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
+    with contextlib.suppress(OSError):
+        # Not less than it is: the system refuses that to all but root.
+        os.setpriority(os.PRIO_PROCESS, 0, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
     with contextlib.suppress(AttributeError, OSError):
         # A batch task that wakes up does not interrupt the one that runs.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -114,7 +114,8 @@ class _RequestPickler(pickle.Pickler):
     def __init__(self, parts: _Parts, base: torch.Tensor) -> None:
         super().__init__(parts, pickle.HIGHEST_PROTOCOL)
         self.places: list[Place] = []
-        self._numbers: dict[int, int] = {}
+        # With the tensor, which keeps its id from being used again: a mapping may make tensors when asked.
+        self._numbers: dict[int, tuple[int, torch.Tensor]] = {}
         self._start = base.data_ptr()
         self._stop = self._start + base.numel()
 
@@ -127,12 +128,12 @@ class _RequestPickler(pickle.Pickler):
             return -1
         if not self._is_staged(obj):
             return None
-        number = self._numbers.get(id(obj))
-        if number is None:
-            number = self._numbers[id(obj)] = len(self.places)
+        known = self._numbers.get(id(obj))
+        if known is None:
+            known = self._numbers[id(obj)] = len(self.places), obj
             offset = obj.data_ptr() - self._start if obj.numel() else 0
             self.places.append((offset, obj.dtype, tuple(obj.shape), obj.stride()))
-        return number
+        return known[0]
 
     def _is_staged(self, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or not tensor.is_cpu or not is_tensor(tensor):

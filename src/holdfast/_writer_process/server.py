@@ -81,7 +81,7 @@ class _Server:
             slot = self._progress.slot(message.number)
             return messages.DONE, message.number, _write(header, rest, message.fds[0], slot)
         except BaseException as error:  # noqa: BLE001 - the trainer raises it
-            return messages.FAILED, message.number, _described(error)
+            return messages.FAILED, message.number, _described_somehow(error)
         finally:
             for fd in message.fds:
                 os.close(fd)
@@ -112,6 +112,14 @@ def _write(header: RequestHeader, rest: memoryview, fd: int, slot: ProgressSlot)
     results = request.writer.write_data(request.plan, request.planner).wait()
     check_cancelled()
     return returned.pickled(results)
+
+
+def _described_somehow(error: BaseException) -> bytes:
+    try:
+        return _described(error)
+    except Exception as second:  # noqa: BLE001 - whatever the error does when it is looked at, the trainer waits
+        name = type(error).__name__
+        return _described(StorageError(f"a {name}, which cannot be described: {type(second).__name__}"))
 
 
 def _described(error: BaseException) -> bytes:
