@@ -164,8 +164,10 @@ class DeferredList(_Deferred, list[T], Generic[T]):
 
     __hash__ = None
 
-    def __radd__(self, before: list[T]) -> list[T]:
-        return [*before, *self]
+    def __radd__(self, before: Any) -> Any:
+        # The base adds lists on its own, to the list itself for ``+=``, but reads the memory of this one.
+        self.open()
+        return NotImplemented
 
 
 class DeferredDict(_Deferred, dict[K, V], Generic[K, V]):

@@ -170,6 +170,22 @@ def test_a_look_at_a_list_sees_what_a_list_shows(look: Callable[[Any], Any]) -> 
     assert look(deferred_list()) == look(list(RECORDS))
 
 
+def test_adding_to_a_container_in_place_extends_that_container() -> None:
+    lines: list[Record] = [Record(-1)]
+    entries: dict[str, Record] = {}
+    same_lines, same_entries = lines, entries
+    lines += deferred_list()
+    entries |= deferred_dict()
+    assert lines is same_lines
+    assert lines == [Record(-1), *RECORDS]
+    assert entries is same_entries
+    assert entries == ENTRIES
+    assert [Record(-1)] + deferred_list() == lines  # noqa: RUF005 - it is the addition that is looked at
+    assert sum([deferred_list(), deferred_list()], []) == RECORDS * 2  # noqa: RUF017
+    with pytest.raises(TypeError):
+        () + deferred_list()  # noqa: RUF005
+
+
 @every_kind
 def test_a_dataclass_with_a_deferred_container_becomes_plain_dicts(
     make: Callable[[], Any], plain: Any
