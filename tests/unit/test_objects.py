@@ -108,6 +108,13 @@ def test_what_torch_saved_of_plain_data_is_read(value: Any) -> None:
         collections.Counter(a=2),
         collections.defaultdict(int, a=1),
         collections.defaultdict(None, a=1),
+        *(
+            collections.defaultdict(made)
+            for made in (
+                *(set, frozenset, bytearray, complex, dict, collections.deque, collections.OrderedDict),
+                *(collections.Counter, collections.defaultdict, torch.Size),
+            )
+        ),
         random.getstate(),
         torch.Size([1, 2]),
         torch.float8_e5m2,
@@ -122,6 +129,66 @@ def test_well_known_types_need_no_leave(value: Any) -> None:
     arrived = round_trip(value)
     assert arrived == value
     assert type(arrived) is type(value)
+    assert getattr(arrived, "default_factory", None) is getattr(value, "default_factory", None)
+
+
+@pytest.mark.parametrize("beside", [(), (torch.ones(1),)], ids=["alone", "beside a tensor"])
+@pytest.mark.parametrize(
+    "named",
+    [
+        *(int, set, collections.OrderedDict, collections.deque, collections.defaultdict, fractions.Fraction),
+        *(torch.Size, torch.device, torch.Tensor, torch.FloatStorage),
+        *(np.dtype, np.ndarray, np.float32, np.dtypes.Float32DType),
+    ],
+    ids=lambda named: named.__qualname__,
+)
+def test_a_class_as_a_value_is_the_class_or_refused_with_a_warning(
+    named: Any, beside: tuple[Any, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    value = (named, *beside)
+    with pytest.raises(UnsafeMetadataError, match=named.__qualname__):
+        round_trip(value)
+    assert named.__qualname__ in caplog.text
+    # torch.load itself has something else for a storage class.
+    if named is not torch.FloatStorage:
+        assert round_trip(value, safe_globals=[named])[0] is named
+        assert round_trip(value, allow_pickle=True)[0] is named
+
+
+def test_a_class_that_is_a_value_beside_its_use_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    both: list[Any] = [(int, collections.defaultdict(int)), (collections.defaultdict(int), int)]
+    for value in both:
+        caplog.clear()
+        with pytest.raises(UnsafeMetadataError, match=r"builtins\.int"):
+            round_trip(value)
+        assert "builtins.int" in caplog.text
+    with pytest.raises(UnsafeMetadataError, match="OrderedDict"):
+        round_trip((collections.OrderedDict(), collections.OrderedDict))
+
+
+def test_data_that_names_no_class_as_a_value_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    plain: list[Any] = [
+        [collections.OrderedDict(a=collections.deque([1])), torch.Size([1]), torch.device("cpu")],
+        [np.ones(3), np.float32(1), np.dtype("f4"), bytearray(b"x"), fractions.Fraction(1, 2)],
+        (collections.defaultdict(set), collections.Counter("ab"), torch.ones(1), np.ones(2)),
+        (collections.defaultdict(int), collections.defaultdict(str), range(3), torch.ones(1)),
+    ]
+    for value in plain:
+        round_trip(value)
+    assert not caplog.text
+
+
+def test_a_value_that_only_free_unpickling_reads_is_saved_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    named: Any = (collections.defaultdict(Settings), torch.ones(1))
+    assert round_trip(named, allow_pickle=True)[0] == {}
+    assert "Settings" in caplog.text
+    unreadable = (Made(collections.deque, "text"), torch.ones(1))
+    assert round_trip(unreadable, allow_pickle=True)[0] == collections.deque("text")
+    assert "free unpickling" in caplog.text
+    with pytest.raises(IntegrityError):
+        round_trip(unreadable)
 
 
 def test_a_stream_of_bytes_comes_back_where_it_stood() -> None:
@@ -135,6 +202,16 @@ def test_a_stream_of_bytes_comes_back_where_it_stood() -> None:
 @dataclasses.dataclass
 class Settings:
     rate: float = 0.1
+
+
+class Made:
+    """Is unpickled as what a function makes of arguments."""
+
+    def __init__(self, *reduced: Any) -> None:
+        self.reduced = reduced
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.reduced[0], self.reduced[1:]
 
 
 class Opens:

@@ -16,27 +16,30 @@ from typing import Any
 
 import torch
 
-from holdfast._objects.allowed_numpy import find_numpy, is_numpy
+from holdfast._objects.allowed_numpy import RefusedError, find_numpy, is_numpy
 
-__all__ = ["Factory", "find_allowed", "is_allowed", "is_factory"]
+__all__ = ["StandIn", "find_allowed", "is_allowed", "is_stand_in"]
 
 
-class Factory:
-    """Stands for a builtin type that may be named, as the default of a defaultdict, and called for nothing.
+class StandIn:
+    """Stands for a type that may be named as the default of a defaultdict, and called with care.
 
     ``list(range(10**12))`` is a few bytes of pickle; ``bytes()`` is how protocol 2 spells no bytes.
 
-    Attributes:
+    Args:
         made: The type.
-        is_used: Whether it served one of these purposes. If not, it stands in the place of the type itself.
+        make: Makes an instance of what a pickle gives it. Without one, nothing may be given.
     """
 
-    def __init__(self, made: type) -> None:
+    def __init__(self, made: type, make: Callable[..., Any] | None = None) -> None:
         self.made = made
-        self.is_used = False
+        self.make = make
 
-    def __call__(self) -> Any:
-        self.is_used = True
+    def __call__(self, *args: Any) -> Any:
+        if self.make is not None:
+            return self.make(*args)
+        if args:
+            raise TypeError(f"{self.made.__name__} may only be called without arguments")
         return self.made()
 
 
@@ -67,12 +70,11 @@ def _encode(text: Any, encoding: Any) -> bytes:
 
 
 def _defaultdict(factory: Any = None, *content: Any) -> collections.defaultdict[Any, Any]:
-    if content or not (factory is None or isinstance(factory, Factory)):
-        raise TypeError("a defaultdict's default may only be a builtin type")
-    if factory is None:
-        return collections.defaultdict(None)
-    factory.is_used = True
-    return collections.defaultdict(factory.made)
+    made = factory.made if isinstance(factory, StandIn) else factory
+    # Whatever type or function is here, the pickle was allowed to name it.
+    if content or not (made is None or isinstance(made, type | types.FunctionType)):
+        raise RefusedError(f"a defaultdict whose default is {made!r}")
+    return collections.defaultdict(made)
 
 
 def _counter(content: Any = None) -> collections.Counter[Any]:
@@ -115,17 +117,16 @@ def _reconstructor(cls: Any, base: Any, state: Any) -> Any:
 
 
 _MADE_BY: dict[tuple[str, str], Any] = {
-    ("builtins", "bytearray"): _bytearray,
-    ("builtins", "xrange"): range,
+    ("builtins", "bytearray"): StandIn(bytearray, _bytearray),
     ("builtins", "Ellipsis"): ...,
     ("builtins", "NotImplemented"): NotImplemented,
     ("io", "BytesIO"): io.BytesIO,
     ("_codecs", "encode"): _encode,
-    ("collections", "defaultdict"): _defaultdict,
-    ("collections", "Counter"): _counter,
-    ("fractions", "Fraction"): _fraction,
+    ("collections", "defaultdict"): StandIn(collections.defaultdict, _defaultdict),
+    ("collections", "Counter"): StandIn(collections.Counter, _counter),
+    ("fractions", "Fraction"): StandIn(fractions.Fraction, _fraction),
     ("copyreg", "_reconstructor"): _reconstructor,
-    ("torch", "device"): _device,
+    ("torch", "device"): StandIn(torch.device, _device),
     ("torch.serialization", "_get_layout"): _layout,
 }
 for _times in (dt.datetime, dt.date, dt.time, dt.timedelta, dt.timezone):
@@ -135,22 +136,23 @@ for _plain in (complex, slice, range, object, io.BytesIO, decimal.Decimal, uuid.
 for _space in (types.SimpleNamespace, argparse.Namespace):
     _MADE_BY[_space.__module__, _space.__name__] = _space
 for _list in (set, frozenset, collections.OrderedDict, collections.deque, torch.Size):
-    _MADE_BY[_list.__module__, _list.__name__] = _of_list(_list)
+    _MADE_BY[_list.__module__, _list.__name__] = StandIn(_list, _of_list(_list))
 for _module in ("pathlib", "pathlib._local"):
     for _path in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath):
         _MADE_BY[_module, _path.__name__] = _path
 for _builtin in (int, float, bool, str, list, dict, tuple, bytes):
-    _MADE_BY["builtins", _builtin.__name__] = Factory(_builtin)
+    _MADE_BY["builtins", _builtin.__name__] = StandIn(_builtin)
 
 
 _TORCH_CONSTANTS = (torch.dtype, torch.memory_format, torch.qscheme)
 
 
-def is_factory(value: object) -> bool:
-    """Whether a value that is about to be pickled is a type that a pickle may only name as a default."""
-    return isinstance(value, type) and isinstance(
-        _MADE_BY.get((value.__module__, value.__qualname__)), Factory
-    )
+def is_stand_in(value: object) -> bool:
+    """Whether a value that is about to be pickled is a type that pickles may use, but not keep as a value."""
+    if not isinstance(value, type):
+        return False
+    name = (value.__module__, value.__qualname__)
+    return isinstance(_MADE_BY.get(name), StandIn) or is_numpy(*name) or name[0].startswith("numpy.dtypes")
 
 
 def is_allowed(module: str, name: str) -> bool:
@@ -169,8 +171,8 @@ def find_allowed(module: str, name: str) -> Any:
     if (module, name) in _MADE_BY:
         found = _MADE_BY[module, name]
         # A pickle can set attributes of what it names: it gets one of its own to spoil.
-        if isinstance(found, Factory):
-            return Factory(found.made)
+        if isinstance(found, StandIn):
+            return StandIn(found.made, found.make)
         return functools.partial(found) if isinstance(found, types.FunctionType) else found
     if module == "torch" and isinstance(found := vars(torch).get(name), _TORCH_CONSTANTS):
         return found

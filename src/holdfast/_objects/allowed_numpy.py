@@ -10,7 +10,8 @@ import sys
 from typing import Any
 
 __all__ = [
-    "NumpyRefusedError",
+    "ArrayName",
+    "RefusedError",
     "check_array_state",
     "check_dtype_state",
     "find_numpy",
@@ -53,7 +54,7 @@ def find_numpy(module: str, name: str) -> Any:
     except ImportError:
         raise KeyError(f"{module}.{name}") from None
     if name == "ndarray":
-        return _ArrayName()
+        return ArrayName()
     made: Any = {
         "dtype": _make_dtype,
         "_reconstruct": _reconstruct,
@@ -65,23 +66,23 @@ def find_numpy(module: str, name: str) -> Any:
     return functools.partial(made, np)
 
 
-class NumpyRefusedError(TypeError):
-    """An array or a dtype of something else than plain numbers, text, bytes or times."""
+class RefusedError(TypeError):
+    """A load needs the caller's leave for what this names."""
 
 
-class _ArrayName:
+class ArrayName:
     """The word ndarray, as an argument of ``_reconstruct``; it cannot be called."""
 
 
 def _make_dtype(np: Any, spec: Any, *_: Any) -> Any:
     if not isinstance(spec, str) or not _PLAIN_DTYPE.fullmatch(spec):
-        raise NumpyRefusedError(f"a numpy dtype {spec!r}")
+        raise RefusedError(f"a numpy dtype {spec!r}")
     # A copy, since the state that the pickle sets next must not reach numpy's own instance.
     return np.dtype(spec, copy=True)
 
 
 def _reconstruct(np: Any, cls: Any, shape: Any, code: Any) -> Any:
-    if not isinstance(cls, _ArrayName) or shape != (0,) or code not in (b"b", "b"):
+    if not isinstance(cls, ArrayName) or shape != (0,) or code not in (b"b", "b"):
         raise TypeError("an array of numpy's was expected")
     return np.empty((0,), np.int8)
 
@@ -116,7 +117,7 @@ def is_refused_dtype(value: object) -> bool:
 def check_dtype_state(state: Any) -> None:
     """Raise unless the state of a dtype adds nothing but a byte order or a unit of time."""
     if not isinstance(state, tuple) or len(state) < 7 or state[2:5] != (None, None, None):
-        raise NumpyRefusedError("a numpy dtype with fields or objects")
+        raise RefusedError("a numpy dtype with fields or objects")
 
 
 def check_array_state(state: Any, np: Any = None) -> None:
@@ -126,7 +127,7 @@ def check_array_state(state: Any, np: Any = None) -> None:
         raise TypeError("an array with an unknown state")
     _, shape, dtype, _, content = state
     if not _is_plain(np, dtype):
-        raise NumpyRefusedError("a numpy array of objects or records")
+        raise RefusedError("a numpy array of objects or records")
     if not isinstance(shape, tuple) or not all(type(extent) is int and extent >= 0 for extent in shape):
         raise TypeError("an array with an impossible shape")
     count = 1

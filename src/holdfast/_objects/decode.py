@@ -6,13 +6,20 @@ import io
 import pickle
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 
-from holdfast._objects.allowed import Factory, find_allowed
-from holdfast._objects.allowed_numpy import NumpyRefusedError, check_array_state, check_dtype_state, is_numpy
+from holdfast._objects.allowed import StandIn, find_allowed
+from holdfast._objects.allowed_numpy import (
+    ArrayName,
+    RefusedError,
+    check_array_state,
+    check_dtype_state,
+    is_numpy,
+)
 from holdfast._objects.object_streams import LoadedObject
 from holdfast._objects.rebuild_tensors import (
     REBUILT,
@@ -102,7 +109,7 @@ def _explaining(key: str) -> Iterator[None]:
     """Say which object it was, whatever goes wrong."""
     try:
         yield
-    except (_NotAllowedError, NumpyRefusedError) as refused:
+    except RefusedError as refused:
         raise UnsafeMetadataError(
             f"{key}: the checkpoint holds an object that needs {refused}, which was not run. If you trust "
             f"the checkpoint, pass safe_globals=[...] with it, or allow_pickle=True.",
@@ -124,15 +131,15 @@ def _load_by_torch(stream: io.BytesIO, safe_globals: _Globals) -> Any:
             return torch.load(stream, weights_only=True)
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
-        raise _NotAllowedError(named[1] if named else str(error).strip().splitlines()[0]) from error
-
-
-class _NotAllowedError(Exception):
-    """Names what was asked for."""
+        raise RefusedError(named[1] if named else str(error).strip().splitlines()[0]) from error
 
 
 class _NeedsCareError(Exception):
     pass
+
+
+_STAND_INS = (functools.partial, StandIn, ArrayName, StorageName, TensorName)
+"""What a pickle gets instead of the classes and functions that it names."""
 
 
 class _Rules:
@@ -141,28 +148,35 @@ class _Rules:
     def __init__(self, pickled: bytes, safe_globals: _Globals) -> None:
         super().__init__(io.BytesIO(pickled))  # type: ignore[call-arg]
         self.allowed = {(made.__module__, made.__qualname__): made for made in safe_globals}
-        self.factories: list[Factory] = []
+        self._stand_ins: list[tuple[weakref.ref[Any], str]] = []
 
     def find_class(self, module: str, name: str) -> Any:
         # Protocol 2, which torch writes, has the names of Python 2.
+        if module == "__builtin__":
+            name = {"long": "int", "unicode": "str", "xrange": "range"}.get(name, name)
         module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
-        if (module, name) in self.allowed:
+        if (module, name) in self.allowed and (module, name) not in REBUILT:
             return self.allowed[module, name]
+        found = self._find(module, name)
+        if isinstance(found, _STAND_INS):
+            self._stand_ins.append((weakref.ref(found), f"{module}.{name}"))
+        return found
+
+    def _find(self, module: str, name: str) -> Any:
         if module in ("torch._utils", "torch._tensor", "torch.storage") or name.endswith("Storage"):
             raise NeedsTorchError
         try:
-            found = find_allowed(module, name)
+            return find_allowed(module, name)
         except KeyError:
-            raise _NotAllowedError(f"{module}.{name}") from None
-        if isinstance(found, Factory):
-            self.factories.append(found)
-        return found
+            raise RefusedError(f"{module}.{name}") from None
 
     def load(self) -> Any:
         value = super().load()  # type: ignore[misc]
-        for factory in self.factories:
-            if not factory.is_used:
-                raise _NotAllowedError(f"builtins.{factory.made.__name__}")
+        setattr(self, "memo", {})  # noqa: B010 - each of the two declares it in its own way
+        # One that is still alive is a part of the value, in the place of what it stands for.
+        for stand_in, name in self._stand_ins:
+            if stand_in() is not None:
+                raise RefusedError(name)
         return value
 
 
@@ -214,7 +228,7 @@ class _CarefulUnpickler(_Rules, pickle._Unpickler):  # noqa: SLF001 - the Python
     def load_build(self) -> None:
         state, target = self.stack[-1], self.stack[-2]  # type: ignore[attr-defined]
         if isinstance(target, type) or callable(target):
-            raise _NotAllowedError(f"to change {target!r}")
+            raise RefusedError(f"to change {target!r}")
         # Whoever holds something of numpy's has imported it.
         np = sys.modules.get("numpy")
         if np is not None and isinstance(target, np.dtype):
@@ -225,12 +239,12 @@ class _CarefulUnpickler(_Rules, pickle._Unpickler):  # noqa: SLF001 - the Python
 
     dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}  # noqa: SLF001
 
-    def find_class(self, module: str, name: str) -> Any:
+    def _find(self, module: str, name: str) -> Any:
         if (module, name) in REBUILT:
             return functools.partial(REBUILT[module, name])
         if (module, name) in STORAGE_DTYPES:
             return StorageName(STORAGE_DTYPES[module, name])
-        return TensorName() if (module, name) == ("torch", "Tensor") else super().find_class(module, name)
+        return TensorName() if (module, name) == ("torch", "Tensor") else super()._find(module, name)
 
     def persistent_load(self, name: Any) -> Any:
         try:
@@ -252,10 +266,10 @@ class _RehearsingUnpickler(_CarefulUnpickler):
         super().__init__(pickled, (), lambda _: bytearray(self._nbytes))
         self._nbytes = 0
 
-    def find_class(self, module: str, name: str) -> Any:
+    def _find(self, module: str, name: str) -> Any:
         # Zeros are not the indices of a sparse tensor.
         is_sparse = name == "_rebuild_sparse_tensor"
-        return (lambda *_: None) if is_sparse else super().find_class(module, name)
+        return (lambda *_: None) if is_sparse else super()._find(module, name)
 
     def persistent_load(self, name: Any) -> Any:
         self._nbytes = name[4] * (name[1].dtype.itemsize if name[1].dtype else 1)
@@ -269,6 +283,8 @@ def rehearse(pickled: bytes) -> Exception | None:
     """
     try:
         _RehearsingUnpickler(pickled).load()
-    except (_NotAllowedError, NumpyRefusedError, NeedsTorchError) as refused:
+    except (RefusedError, NeedsTorchError) as refused:
         return refused
+    except Exception as error:  # noqa: BLE001 - a load of it fails in the same way
+        return RefusedError(f"free unpickling ({error})")
     return None

@@ -9,7 +9,7 @@ import torch
 
 from holdfast._format.torch_item import ItemFrame, bytes_item
 from holdfast._io.blocks import crc32_combine
-from holdfast._objects.allowed import is_allowed, is_factory
+from holdfast._objects.allowed import is_allowed, is_stand_in
 from holdfast._objects.allowed_numpy import is_refused_dtype
 from holdfast._objects.decode import rehearse
 from holdfast._objects.object_streams import StoredObject
@@ -60,6 +60,7 @@ class _Pickler(pickle.Pickler):
     def __init__(self, stream: io.BytesIO, protocol: int) -> None:
         super().__init__(stream, protocol)
         self.unusual: set[str] = set()
+        self._before: Any = None
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor | torch.UntypedStorage | torch.TypedStorage):
@@ -73,11 +74,22 @@ class _Pickler(pickle.Pickler):
             raise TypeError(f"{obj} has no name of its own in a pickle; save str(value)")
         named = obj if isinstance(obj, type) or callable(obj) else type(obj)
         module, name = getattr(named, "__module__", ""), getattr(named, "__qualname__", "")
-        if not is_allowed(module, name) or is_factory(obj):
+        before, self._before = self._before, obj
+        if not is_allowed(module, name) or (is_stand_in(obj) and not _is_named_for(obj, before)):
             self.unusual.add(f"{module}.{name}")
         elif is_refused_dtype(obj):
             self.unusual.add(f"the numpy dtype {obj}")
         return NotImplemented
+
+
+def _is_named_for(cls: type, before: Any) -> bool:
+    """Whether a class is named to make an instance, not as a value, given what was pickled before it."""
+    return (
+        isinstance(before, cls)
+        # Bytearrays are not seen themselves; numpy's arrays name their class in an argument.
+        or cls is bytearray
+        or (cls.__name__ == "ndarray" and getattr(before, "__name__", "") == "_reconstruct")
+    )
 
 
 def _save_by_torch(key: str, value: Any) -> io.BytesIO:
