@@ -299,6 +299,39 @@ def test_storages_written_for_torch_before_keyword_arguments_work(tmp_path: Path
         hf.load(state, storage_reader=reader, checkpoint_id=tmp_path / "nowhere")
 
 
+class OldTorchPlanner(torch_planners.DefaultSavePlanner):
+    """From before storage_meta, with names of its own; torch calls it by position."""
+
+    def set_up_planner(self, values: Any, leads: bool) -> None:  # type: ignore[override]
+        super().set_up_planner(values, None, leads)
+
+
+class OldPlanner(hf.DefaultSavePlanner):
+    def set_up_planner(self, values: Any, leads: bool) -> None:  # type: ignore[override]
+        super().set_up_planner(values, None, leads)
+
+
+class PlannerThatWantsStorageMeta(torch_planners.DefaultSavePlanner):
+    def set_up_planner(self, state_dict: Any, storage_meta: Any, is_coordinator: bool) -> None:  # type: ignore[override]
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+
+class WriterWithoutMeta(torch_filesystem.FileSystemWriter):
+    def storage_meta(self) -> Any:
+        return None
+
+
+@pytest.mark.parametrize("planner", [OldTorchPlanner, OldPlanner, PlannerThatWantsStorageMeta])
+@pytest.mark.parametrize("writer", [WriterWithoutMeta, hf.FileSystemWriter])
+def test_a_save_planner_is_set_up_with_the_arguments_that_it_has(
+    tmp_path: Path, writer: Any, planner: Any
+) -> None:
+    hf.save(make_state(), storage_writer=writer(tmp_path), planner=planner())
+    state = blank_state()
+    hf.load(state, checkpoint_id=tmp_path)
+    assert_arrived(state)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_torchs_storage_gets_torchs_planner_itself(tmp_path: Path) -> None:
     """Such as torch's reader of torch.save files, which looks at the state of the planner that it knows."""

@@ -30,7 +30,7 @@ def adapt_save_planner(planner: Any) -> SavePlannerPort:
     fingerprints: Callable[[], Fingerprints] | None = getattr(ours, "fingerprints", None)
     return SavePlannerPort(
         ours,
-        set_up=_with_known_keywords(ours.set_up_planner, planner.set_up_planner),
+        set_up=_set_up_of_save_planner(ours.set_up_planner, planner.set_up_planner),
         flattens=getattr(ours, "flatten_state_dict", True),
         fingerprints=fingerprints or dict,
     )
@@ -95,6 +95,16 @@ def gives_leases(stager: Any) -> bool:
     """Whether a stager is our DefaultStager and stages in its way: a subclass may have changed ``stage``."""
     owner = next((cls for cls in type(stager).__mro__ if "stage_leased" in vars(cls)), None)
     return owner is not None and inspect.getattr_static(stager, "stage") is vars(owner).get("stage")
+
+
+def _set_up_of_save_planner(method: Callable[..., Any], declared: Callable[..., Any]) -> Callable[..., Any]:
+    """``method``, called as the planner's own ``declared`` wants it.
+
+    Planners from before ``storage_meta`` have two arguments, with names of their own.
+    """
+    if "storage_meta" in inspect.signature(declared).parameters or _takes_any_keyword(declared):
+        return method
+    return lambda state_dict, storage_meta, is_coordinator: method(state_dict, is_coordinator)  # noqa: ARG005
 
 
 def _has_known(plugin: Any, method: str) -> bool:

@@ -53,14 +53,11 @@ class _SavePlannerOfTorch(SavePlanner):
     def __init__(self, inner: Any) -> None:
         self.inner = inner
 
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        told = {} if storage_meta is None else {"storage_meta": to_torch(storage_meta)}
-        self.inner.set_up_planner(state_dict=state_dict, is_coordinator=is_coordinator, **told)
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        """Called as ``inner`` wants it, which the caller has found out."""
+        if "storage_meta" in kwargs:
+            kwargs["storage_meta"] = to_torch(kwargs["storage_meta"])
+        self.inner.set_up_planner(*args, **kwargs)
 
     def create_local_plan(self) -> SavePlan:
         plan: SavePlan = to_ours(self.inner.create_local_plan())
