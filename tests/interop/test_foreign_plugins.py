@@ -299,6 +299,31 @@ def test_storages_written_for_torch_before_keyword_arguments_work(tmp_path: Path
         hf.load(state, storage_reader=reader, checkpoint_id=tmp_path / "nowhere")
 
 
+class PlainFuture:
+    """As much of a future as torch's save asks for."""
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def wait(self) -> None:
+        pass
+
+    def value(self) -> Any:
+        return self._result
+
+
+@pytest.mark.parametrize("base", [dcp.FileSystemWriter, hf.FileSystemWriter])
+def test_a_writer_may_have_a_future_of_its_own(tmp_path: Path, base: Any) -> None:
+    class Writer(base):  # type: ignore[misc]
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            return PlainFuture(super().write_data(plan, planner).wait())
+
+    hf.save(make_state(), storage_writer=Writer(tmp_path))
+    state = blank_state()
+    hf.load(state, checkpoint_id=tmp_path)
+    assert_arrived(state)
+
+
 class OldTorchPlanner(torch_planners.DefaultSavePlanner):
     """From before storage_meta, with names of its own; torch calls it by position."""
 

@@ -87,7 +87,10 @@ class WriterPort:
 
     def write(self, plan: SavePlan, planner: SavePlannerPort) -> list[WriteResult]:
         """Write what the plan says, and return when it is on stable storage."""
-        return self.plugin.write_data(plan, planner.plugin).wait()
+        writing = self.plugin.write_data(plan, planner.plugin)
+        # Some futures return nothing from wait.
+        writing.wait()
+        return writing.value()
 
     def commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator: make the checkpoint exist."""

@@ -40,7 +40,8 @@ def our_storage_reader(reader: Any) -> StorageReader:
 
 def _then(future: "Future[Any]", convert: Callable[[Any], T]) -> "Future[T]":
     done: Future[T] = Future()
-    done.set_result(convert(future.wait()))
+    future.wait()
+    done.set_result(convert(future.value()))
     return done
 
 
