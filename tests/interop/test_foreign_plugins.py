@@ -324,6 +324,31 @@ def test_a_writer_may_have_a_future_of_its_own(tmp_path: Path, base: Any) -> Non
     assert_arrived(state)
 
 
+@pytest.mark.parametrize("base", [dcp.DefaultSavePlanner, hf.DefaultSavePlanner])
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_a_planner_may_give_shapes_and_offsets_as_plain_sequences(
+    tmp_path: Path, base: Any, kind: Any
+) -> None:
+    class Planner(base):  # type: ignore[misc]
+        def create_local_plan(self) -> Any:
+            plan = super().create_local_plan()
+            items = [item if item.tensor_data is None else in_plain(item) for item in plan.items]
+            self.plan = dataclasses.replace(plan, items=items)
+            return self.plan
+
+    def in_plain(item: Any) -> Any:
+        data = item.tensor_data
+        chunk = type(data.chunk)(kind(data.chunk.offsets), kind(data.chunk.sizes))
+        return dataclasses.replace(
+            item, tensor_data=dataclasses.replace(data, chunk=chunk, size=kind(data.size))
+        )
+
+    hf.save(make_state(), checkpoint_id=tmp_path, planner=Planner())
+    state = blank_state()
+    hf.load(state, checkpoint_id=tmp_path)
+    assert_arrived(state)
+
+
 class OldTorchPlanner(torch_planners.DefaultSavePlanner):
     """From before storage_meta, with names of its own; torch calls it by position."""
 

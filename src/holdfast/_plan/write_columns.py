@@ -216,6 +216,11 @@ class Numbering:
         return form_number, offset_number
 
 
+def _as_size(extents: Sequence[int]) -> torch.Size:
+    """A shape or offset as a torch.Size: planners of strangers may give tuples or lists."""
+    return extents if type(extents) is torch.Size else torch.Size(extents)
+
+
 def _from_items(items: Iterable[WriteItem]) -> WriteColumns:
     columns = WriteColumns()
     numbering = Numbering(columns)
@@ -225,7 +230,8 @@ def _from_items(items: Iterable[WriteItem]) -> WriteColumns:
         if data is not None:
             # torch counts a chunk by its own offsets, and finds it by the index: they are one and the same.
             form, offset = numbering.of(
-                Form(data.properties.__getstate__(), data.size, data.chunk.sizes), data.chunk.offsets
+                Form(data.properties.__getstate__(), _as_size(data.size), _as_size(data.chunk.sizes)),
+                _as_size(data.chunk.offsets),
             )
         elif item.bytes_io_data is not None:
             columns.nbytes[len(columns)] = item.bytes_io_data.nbytes
