@@ -162,6 +162,9 @@ class DeferredList(_Deferred, list[T], Generic[T]):
             other.open()
         return list.__eq__(self, other)
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     __hash__ = None
 
     def __radd__(self, before: Any) -> Any:
@@ -198,6 +201,11 @@ class DeferredDict(_Deferred, dict[K, V], Generic[K, V]):
 
     def __len__(self) -> int:
         return dict.__len__(self) if self._is_made else self._count
+
+
+class _Keys(KeysView[Any]):
+    def __reversed__(self) -> Iterator[Any]:
+        return iter([*self][::-1])
 
 
 class DeferredEntries(DeferredDict[str, V], Generic[V]):
@@ -250,7 +258,7 @@ class DeferredEntries(DeferredDict[str, V], Generic[V]):
 
     def keys(self) -> Any:
         """The keys; no entry is made for them."""
-        return KeysView(self)
+        return _Keys(self)
 
 
 def _after(prepare: Callable[[Any], None], method: Callable[..., Any]) -> Any:
@@ -278,7 +286,7 @@ def _define(cls: type[_Deferred], looks: str, changes: str) -> None:
 # memory of the base.
 _define(
     DeferredList,
-    "__getitem__ __iter__ __reversed__ __contains__ __repr__ __ne__ __lt__ __le__ __gt__ __ge__ __add__ "
+    "__getitem__ __iter__ __reversed__ __contains__ __repr__ __lt__ __le__ __gt__ __ge__ __add__ "
     "__mul__ __rmul__ count index",
     "__setitem__ __delitem__ __iadd__ __imul__ append clear extend insert pop remove reverse sort",
 )

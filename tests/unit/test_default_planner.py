@@ -1,5 +1,6 @@
 """The default planners: what they report before anything changes, and their options one by one."""
 
+import copy
 import gc
 import logging
 import warnings
@@ -578,3 +579,27 @@ def test_ranks_of_one_process_save_one_checkpoint(tmp_path: Path) -> None:
     hf.load(loaded, checkpoint_id=tmp_path, planner=EmptyStateDictLoadPlanner())
     assert loaded["same"].tolist() == [0.0, 1.0, 2.0, 3.0]
     assert [loaded[f"rank {rank}"] for rank in range(3)] == [0, 1, 2]
+
+
+def test_a_copy_of_a_planner_has_a_cache_of_its_own(tmp_path: Path) -> None:
+    planner = hf.DefaultSavePlanner(enable_plan_caching=True)
+    copied = copy.deepcopy(planner)
+    assert copied._cached_plans_key != planner._cached_plans_key
+    hf.save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "a", planner=copied)
+    key = str(copied._cached_plans_key)
+    assert key in SavePlanner._cached_save_plan
+    del copied
+    gc.collect()
+    assert key not in SavePlanner._cached_save_plan
+
+
+def test_each_save_with_a_cached_plan_has_metadata_of_its_own(tmp_path: Path) -> None:
+    planner = hf.DefaultSavePlanner(enable_plan_caching=True)
+    first = hf.save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "a", planner=planner)
+    files = {info.relative_path for info in first.storage_data.values()}
+    second = hf.save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "b", planner=planner)
+    assert first is not second
+    assert {info.relative_path for info in first.storage_data.values()} == files
+    for metadata, name in ((first, "a"), (second, "b")):
+        assert metadata.storage_meta is not None
+        assert str(metadata.storage_meta.checkpoint_id) == str(tmp_path / name)

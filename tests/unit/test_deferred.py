@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader as TorchRea
 
 import holdfast as hf
 from holdfast._deferred import DeferredDict, DeferredEntries, DeferredList
+from holdfast._plan.write_columns import WriteItems, columns_of
 from holdfast._torch_compat.torch_records import to_torch
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.planner import SavePlan
@@ -439,3 +440,25 @@ def test_lists_of_one_origin_are_compared_without_being_made() -> None:
         raise AssertionError("made")
 
     assert DeferredList(5, make) == DeferredList(5, make)
+
+
+def test_equal_items_with_other_numbers_are_equal() -> None:
+    def planned(*keys: str) -> SavePlan:
+        planner = DefaultSavePlanner()
+        planner.set_up_planner({key: torch.ones(2 + (key == "b")) for key in keys}, None, True)
+        return planner.create_local_plan()
+
+    alone, (first, second) = planned("b"), planned("a", "b").items
+    assert first != second
+    rest = planned("a", "b").items
+    del rest[0]
+    assert list(alone.items) == list(rest)
+    assert alone.items == rest
+    assert not alone.items != rest  # noqa: SIM202 - both operators are looked at
+    columns = columns_of(planned("a", "b")).take([1])
+    assert WriteItems(columns) == alone.items
+    assert not WriteItems(columns) != alone.items  # noqa: SIM202
+
+
+def test_keys_can_be_reversed() -> None:
+    assert [*reversed(deferred_entries().keys())] == [*reversed(ENTRIES)]

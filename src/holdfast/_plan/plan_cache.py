@@ -1,5 +1,6 @@
 """The plan cache: while nothing changes, a rank sends only that its plan is the same as last time."""
 
+import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable
@@ -14,10 +15,23 @@ _AS_LAST_TIME = SavePlan([], usable=False)
 _numbers = itertools.count(1)
 
 
+class _CacheKey(str):
+    """A key that lives as long as its planner; a copy of the planner gets another one."""
+
+    __slots__ = ("__weakref__",)
+
+    def __deepcopy__(self, memo: Any) -> str:
+        return _new_key(self.split()[0])
+
+
 def new_cache_key(planner: SavePlanner) -> str:
     """A key for the plans of one planner. They are forgotten when the planner is."""
-    key = f"{type(planner).__name__} {next(_numbers)}"
-    weakref.finalize(planner, _forget, key).atexit = False
+    return _new_key(type(planner).__name__)
+
+
+def _new_key(name: str) -> str:
+    key = _CacheKey(f"{name} {next(_numbers)}")
+    weakref.finalize(key, _forget, str(key)).atexit = False
     return key
 
 
@@ -36,7 +50,8 @@ class PlanCache:
     """
 
     def __init__(self, key: str) -> None:
-        self.key = key
+        # A plain string: the cache must not keep the planner's own key alive.
+        self.key = str(key)
         self._offered: SavePlan | None = None
         self._merged: tuple[list[SavePlan], list[SavePlan], Metadata] | None = None
 
@@ -63,7 +78,7 @@ class PlanCache:
                 SavePlanner._cached_metadata[self.key],
             )
             self._merged = (known, plans, metadata)
-            return [_AS_LAST_TIME] * len(offers), plans, metadata
+            return [_AS_LAST_TIME] * len(offers), plans, dataclasses.replace(metadata)
         before = SavePlanner._cached_global_plan.get(self.key, [])
         whole = [new if new.usable else old for new, old in zip(offers, known, strict=True)]
         plans, metadata = merge(whole)
@@ -73,7 +88,8 @@ class PlanCache:
             _AS_LAST_TIME if not offer.usable and rank < len(before) and before[rank] == plan else plan
             for rank, (offer, plan) in enumerate(zip(offers, plans, strict=True))
         ]
-        return answers, plans, metadata
+        # Storages write into it, so that each save has its own.
+        return answers, plans, dataclasses.replace(metadata)
 
     def _from_scratch(self, offers: list[SavePlan]) -> list[SavePlan]:
         """What stands for "as last time" where the coordinator has no last time."""

@@ -176,7 +176,7 @@ class WriteItems(DeferredList[WriteItem]):
         if isinstance(other, WriteItems):
             mine, theirs = self.columns, other.columns
             if mine is not None and theirs is not None:
-                return bool(mine == theirs)
+                return bool(mine.says_the_same(theirs))
         return super().__eq__(other)
 
     __hash__ = None
