@@ -299,6 +299,31 @@ def test_storages_written_for_torch_before_keyword_arguments_work(tmp_path: Path
         hf.load(state, storage_reader=reader, checkpoint_id=tmp_path / "nowhere")
 
 
+class Around:
+    """A plugin around another one, by composition only."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("planners", [OURS, TORCHS])
+@pytest.mark.parametrize("storages", [OURS, TORCHS])
+def test_plugins_may_be_wrapped_without_inheritance(tmp_path: Path, planners: str, storages: str) -> None:
+    writer: Any
+    planner: Any
+    writer, planner = Around(WRITERS[storages](tmp_path)), Around(SAVE_PLANNERS[planners]())
+    hf.save(make_state(), storage_writer=writer, planner=planner)
+    state = blank_state()
+    reader: Any
+    loader: Any
+    reader, loader = Around(READERS[storages](tmp_path)), Around(LOAD_PLANNERS[planners]())
+    hf.load(state, storage_reader=reader, planner=loader)
+    assert_arrived(state)
+
+
 class PlainFuture:
     """As much of a future as torch's save asks for."""
 

@@ -18,24 +18,31 @@ __all__ = ["our_load_planner", "our_save_planner", "our_storage_reader", "our_st
 T = TypeVar("T")
 
 
+def _works_as_torchs(plugin: Any, module: str, name: str) -> bool:
+    """Whether a plugin is one of torch's, or hands out the methods of one without inheriting from it."""
+    called = ("create_global_plan", "finish_plan", "prepare_local_plan", "prepare_global_plan")
+    owners = (getattr(getattr(plugin, method, None), "__self__", None) for method in called)
+    return any(is_torchs(owner, module, name) for owner in (plugin, *owners))
+
+
 def our_save_planner(planner: Any) -> SavePlanner:
     """A planner that works with our records, whoever made it."""
-    return _SavePlannerOfTorch(planner) if is_torchs(planner, "planner", "SavePlanner") else planner
+    return _SavePlannerOfTorch(planner) if _works_as_torchs(planner, "planner", "SavePlanner") else planner
 
 
 def our_load_planner(planner: Any) -> LoadPlanner:
     """A planner that works with our records, whoever made it."""
-    return _LoadPlannerOfTorch(planner) if is_torchs(planner, "planner", "LoadPlanner") else planner
+    return _LoadPlannerOfTorch(planner) if _works_as_torchs(planner, "planner", "LoadPlanner") else planner
 
 
 def our_storage_writer(writer: Any) -> StorageWriter:
     """A writer that works with our records, whoever made it."""
-    return _WriterOfTorch(writer) if is_torchs(writer, "storage", "StorageWriter") else writer
+    return _WriterOfTorch(writer) if _works_as_torchs(writer, "storage", "StorageWriter") else writer
 
 
 def our_storage_reader(reader: Any) -> StorageReader:
     """A reader that works with our records, whoever made it."""
-    return _ReaderOfTorch(reader) if is_torchs(reader, "storage", "StorageReader") else reader
+    return _ReaderOfTorch(reader) if _works_as_torchs(reader, "storage", "StorageReader") else reader
 
 
 def _then(future: "Future[Any]", convert: Callable[[Any], T]) -> "Future[T]":
