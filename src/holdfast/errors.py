@@ -4,7 +4,7 @@
 
     CheckpointError(Exception)
     ├── UsageError(ValueError)                  arguments that make no sense together
-    ├── PlanError(ValueError)                   what is asked for and what is there do not fit
+    ├── PlanError(ValueError)                   the state and the checkpoint do not fit
     │   ├── MissingKeyError(RuntimeError)
     │   ├── ShapeMismatchError
     │   ├── DtypeMismatchError

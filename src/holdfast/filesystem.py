@@ -82,8 +82,7 @@ class FileSystemWriter(_OfFileSystem, StoreWriter, BlockingAsyncStager):
             program, may lose the checkpoint.
         thread_count: How many threads write, each into a file of its own. One is enough for most disks.
         per_thread_copy_ahead: Accepted for compatibility; ``memory_budget`` bounds what is copied ahead.
-        cache_staged_state_dict: What ``stage`` does with its buffers, if you call it: ``async_save`` has
-            buffers of its own, which it keeps.
+        cache_staged_state_dict: Whether ``stage`` keeps its buffers. ``async_save`` does not use this.
         overwrite: Whether a checkpoint that is in the folder may be replaced.
         _extensions: Stream transforms that each item goes through; the first one stands next to the file.
         serialization_format: Only ``TORCH_SAVE``.
@@ -107,9 +106,7 @@ class FileSystemWriter(_OfFileSystem, StoreWriter, BlockingAsyncStager):
         memory_budget: int = DEFAULT_BUDGET,
     ) -> None:
         if serialization_format is not SerializationFormat.TORCH_SAVE:
-            raise UsageError(
-                "FileSystemWriter writes TORCH_SAVE only; safetensors have a writer of their own"
-            )
+            raise UsageError("FileSystemWriter writes TORCH_SAVE only; safetensors are not written yet")
         self.fs = FileSystem()
         self.path = self.fs.init_path(path)
         StoreWriter.__init__(
@@ -131,8 +128,8 @@ class FileSystemWriter(_OfFileSystem, StoreWriter, BlockingAsyncStager):
 class FileSystemReader(_OfFileSystem, StoreReader):
     """Reads a checkpoint from a folder, ours or torch's.
 
-    Only the bytes that are needed are read. Of our checkpoints each is checked; of torch's, each tensor
-    that is read whole. The folder needs to be readable, nothing more.
+    Reads only the needed bytes. Checks every byte of Holdfast's checkpoints, and of torch's every tensor that
+    is read whole. The folder needs to be readable, nothing more.
 
     Args:
         path: The folder.

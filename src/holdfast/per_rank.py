@@ -22,9 +22,9 @@ class PerRank(Generic[T]):
 
     A load by more or fewer ranks than saved needs a rule, ``resize``. Without it such a load raises before
     anything is changed. The rule is called on each rank with the values of all saving ranks, in rank order,
-    with the rank that loads, and with how many load; what it returns becomes this rank's value. A tensor that
-    it returns in the place of a tensor must have its shape and dtype. Every rank holds all values in the
-    memory of the host for that time. Where as many ranks load as saved it is not called.
+    with the rank that loads, and with how many load; what it returns becomes this rank's value. If it
+    returns a tensor for a tensor, shape and dtype must be equal. Every rank holds all values in the memory of
+    the host for that time. If the number of ranks is the same, the rule is not called.
 
     In the checkpoint it is a dict with one entry for each rank, called ``@rank-0-of-4`` and so on. Stock
     torch sees it like that, and so does a state that has such a dict in the place of the PerRank.

@@ -57,12 +57,12 @@ def load(
         state_dict: What to fill. Tensors must have their shape and device already.
         checkpoint_id: Where from: a folder. Not needed if ``storage_reader`` knows.
         storage_reader: What to read with; by default a ``FileSystemReader`` on ``checkpoint_id``.
-        planner: What decides what is read. By default a ``DefaultLoadPlanner`` with the options below; a
-            planner of your own has its own, so that they cannot be given besides it.
+        planner: What decides what is read. By default a ``DefaultLoadPlanner`` with the options below. If
+            you pass a planner, give these options to the planner.
         process_group: The ranks that load together; by default all.
         no_dist: Load in this process alone, whatever groups there are.
         strict: What to do with keys of the checkpoint that the state does not have: True raises, False
-            says nothing, None logs a warning where they look forgotten.
+            ignores them, None warns if you load some keys of a group and leave out others.
         cast: What to do where dtypes differ: True casts, False raises, None casts within a kind with a
             warning and raises across kinds.
         allow_partial_load: Leave alone what the checkpoint does not have, instead of raising.

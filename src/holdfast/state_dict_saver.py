@@ -67,8 +67,8 @@ def save(
     It waits for saves in the background that go to the same place, or use the same writer or planner.
 
     When ``save`` returns, on any rank, the checkpoint is complete, counted and on stable storage. When it
-    raises, what was at that place before is there still, whole; only if making the finished commit durable
-    is what failed, the new one is. A crash at any instant leaves the old checkpoint or the new one.
+    raises, the old checkpoint is still there, whole. One exception: if only the final flush to disk failed,
+    the new one is there. A crash at any instant leaves the old checkpoint or the new one.
 
     Stateful objects (modules, optimizers), wherever they stand in the state, are saved as their
     ``state_dict()``. Nested dicts, lists, tuples, numbers, strings, bytes and other picklable values are
@@ -81,8 +81,8 @@ def save(
         planner: What decides what is written; by default ``DefaultSavePlanner()``.
         process_group: The ranks that save together; by default all. Rank 0 of it coordinates.
         no_dist: Save from this process alone, whatever groups there are.
-        use_collectives: False: each rank writes a checkpoint of its own part, ``__{rank}.metadata``,
-            without a word to the others.
+        use_collectives: False: each rank saves its own part (``__{rank}.metadata``) and does not
+            communicate.
         peer_timeout: After how many seconds without a sign of life a rank is taken for dead, and all
             others raise. Slow storage is not silence: a rank that writes for hours is waited for.
         on_progress: Called with a :class:`Progress` every few MiB that this rank has written, one call at a
@@ -94,7 +94,7 @@ def save(
     Raises:
         UsageError: Neither a place nor a writer was given.
         CheckpointException: A step failed on some rank; also an instance of that failure's class. Or an
-            earlier save in the background has failed and nobody has looked: then nothing is done.
+            earlier save in the background failed and nobody asked its future: then this call saves nothing.
 
     Example:
         >>> holdfast.save({"model": model, "optimizer": optimizer}, checkpoint_id="checkpoints/100")
@@ -199,9 +199,9 @@ def async_save(
     ``save`` promises of a checkpoint holds here too. Saves that share a place, a stager, a writer or a
     planner are made one at a time, in the order of the calls. The program does not end before its saves have.
 
-    A failure is raised by the future. If nobody looks at that, the next ``save`` or ``load`` raises it, on
-    every rank; so does the next ``async_save``, except that it leaves a failure once to a future that is
-    still held. A program that ends before says so on standard error and has the exit status 120.
+    A failure is raised by the future. If nobody asks the future, the next ``save`` or ``load`` raises the
+    failure on every rank. The next ``async_save`` raises it too; if you still hold the failed future, it
+    waits one call longer. If the program ends first, it prints the failure and exits with status 120.
 
     Args:
         state_dict: What to save. It is not changed.
@@ -210,10 +210,10 @@ def async_save(
         planner: What decides what is written; by default ``DefaultSavePlanner()``.
         process_group: The ranks that save together; by default all. Rank 0 of it coordinates.
         async_checkpointer_type: A thread, or a process beside this one, which disturbs training less.
-        async_stager: What copies. By default ``storage_writer`` if it is a stager, or else buffers that are
-            kept for the next save. Yours remains yours to close.
+        async_stager: What copies. By default ``storage_writer`` if it stages in a way of its own, or else
+            buffers that are kept for the next save. If you pass a stager, you must close it.
         no_dist: Save from this process alone, whatever groups there are.
-        use_collectives: False: each rank writes a checkpoint of its own part, without a word to the others.
+        use_collectives: False: each rank saves its own part and does not communicate.
         when_busy: What to do while an earlier save that shares something with this one is not done, on any
             rank: ``"wait"`` for it, ``"skip"`` this one, or ``"raise"``.
         peer_timeout: After how many seconds without a sign of life a rank is taken for dead.
@@ -225,7 +225,7 @@ def async_save(
     Raises:
         UsageError: The arguments make no sense, or there is an earlier save and ``when_busy`` is "raise".
         PlanError: A value cannot be copied. The futures of the other ranks raise a CheckpointException.
-        CheckpointException: An earlier save has failed and nobody has looked; nothing is saved.
+        CheckpointException: An earlier save failed and nobody asked its future; nothing is saved.
 
     Example:
         >>> saving = holdfast.async_save({"model": model}, checkpoint_id="checkpoints/100")

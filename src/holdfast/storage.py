@@ -167,8 +167,8 @@ class StorageReader(abc.ABC):
     others: an implementation must not count on either.
 
     Reading needs read access only, and changes nothing on the storage. Bytes that are not the ones that
-    were written must be noticed and raise; a reader never returns what it could not check without
-    saying so in its documentation.
+    were written must be noticed and raise. If a reader returns bytes that it cannot check, its
+    documentation must say so.
     """
 
     @abc.abstractmethod

@@ -56,7 +56,7 @@ class _Watched(Future[T]):
 
 
 class StagedFuture(_Watched[None]):
-    """Whether the copy is complete, so that the original may change; raises why there is none.
+    """Done when the copy is complete, so that the original may change. Raises if the copy failed.
 
     It cannot be cancelled by itself: cancel the save.
     """

@@ -1,1 +1,1 @@
-"""What a checkpoint is on disk: manifests, torch's metadata and items, safetensors. Torch-free."""
+"""What a checkpoint is on disk: manifests, torch's metadata and items. Torch-free."""
