@@ -12,7 +12,7 @@ from holdfast._collector import paused_collector
 from holdfast._plan.write_columns import columns_of
 from holdfast._storage.results import Results, WrittenItems
 from holdfast.metadata import Metadata
-from holdfast.planner import LoadPlan, SavePlan, SavePlanner
+from holdfast.planner import LoadPlan, SavePlan
 
 __all__ = ["offers_of", "plan_together", "read_offers", "run_ours", "sizes_of_second_save", "write_offers"]
 
@@ -20,13 +20,13 @@ __all__ = ["offers_of", "plan_together", "read_offers", "run_ours", "sizes_of_se
 def offers_of(fleet: Fleet) -> Iterator[SavePlan]:
     """What the default planner offers on each rank, in rank order."""
     for rank in range(fleet.ranks):
-        yield _planned_on(fleet, rank)[1]
+        yield _planned_on(fleet, rank)
 
 
-def _planned_on(fleet: Fleet, rank: int, **options: bool) -> tuple[DefaultSavePlanner, SavePlan]:
-    planner = DefaultSavePlanner(**options)
+def _planned_on(fleet: Fleet, rank: int) -> SavePlan:
+    planner = DefaultSavePlanner()
     planner.set_up_planner(fleet.state(rank), is_coordinator=rank == 0)
-    return planner, planner.create_local_plan()
+    return planner.create_local_plan()
 
 
 def write_offers(fleet: Fleet, file: Path) -> None:
@@ -131,7 +131,7 @@ def _plan_load(state: dict[str, object], metadata: Metadata) -> LoadPlan:
 
 def _measure_messages(stages: Stages, fleet: Fleet, plans: list[SavePlan], results: list[Results]) -> None:
     sampled = range(min(SAMPLED_RANKS, fleet.ranks))
-    offers = [pickle.dumps(_planned_on(fleet, rank)[1], protocol=5) for rank in sampled]
+    offers = [pickle.dumps(_planned_on(fleet, rank), protocol=5) for rank in sampled]
     reports = [pickle.dumps(results[rank], protocol=5) for rank in sampled]
     answers: list[bytes] = []
 
@@ -149,15 +149,11 @@ def _measure_messages(stages: Stages, fleet: Fleet, plans: list[SavePlan], resul
 
 def sizes_of_second_save(fleet: Fleet) -> tuple[int, int]:
     """The bytes of a rank's offer, and of the answer to it, when nothing has changed since the first save."""
-    caches = [value for name, value in vars(SavePlanner).items() if name.startswith("_cached_")]
-    for cache in caches:
-        cache.clear()
-    sizes = (0, 0)
+    planner, sizes = DefaultSavePlanner(enable_plan_caching=True), (0, 0)
     for _ in range(2):
-        planner, offer = _planned_on(fleet, 0, enable_plan_caching=True)
+        planner.set_up_planner(fleet.state(0), is_coordinator=True)
+        offer = planner.create_local_plan()
         (answer,), _ = planner.create_global_plan([offer])
         planner.finish_plan(answer)
         sizes = len(pickle.dumps(offer, protocol=5)), len(pickle.dumps(answer, protocol=5))
-    for cache in caches:
-        cache.clear()
     return sizes
