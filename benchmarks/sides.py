@@ -1,5 +1,6 @@
 """The two sides: holdfast and stock torch, each called as its users call it, with its defaults."""
 
+import inspect
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,11 @@ from torch.distributed.checkpoint import state_dict_saver as stock_saver
 import holdfast
 
 __all__ = ["Side", "both_sides"]
+
+# Older torch has no such argument, and saves alone where there is no process group.
+_ALONE: dict[str, Any] = (
+    {"no_dist": True} if "no_dist" in inspect.signature(stock_saver.save).parameters else {}
+)
 
 
 @dataclass(frozen=True)
@@ -62,9 +68,9 @@ def both_sides(*, zstd: bool = False) -> tuple[Side, Side]:
 
             options["_extensions"] = [ZStandard()]
         writer = stock_files.FileSystemWriter(folder, **options)
-        return stock_saver.save(state, storage_writer=writer)
+        return stock_saver.save(state, storage_writer=writer, **_ALONE)
 
     def load_theirs(state: dict[str, Any], folder: Path) -> None:
-        stock_loader.load(state, checkpoint_id=folder)
+        stock_loader.load(state, checkpoint_id=folder, **_ALONE)
 
     return Side("holdfast", save_ours, load_ours), Side("torch", save_theirs, load_theirs)
