@@ -38,6 +38,8 @@ RENEWAL_SECONDS = 10.0
 EXPIRY_SECONDS = 60.0
 # Two saves that begin at the same moment may see each other. Then both draw back, and try again.
 _ATTEMPTS = 5
+_held: set[str] = set()
+"""The leases of this process that are not released: one that could not be removed is over all the same."""
 _LONGEST_PAUSE = 0.2
 
 
@@ -79,6 +81,11 @@ class LeaseHolder:
             return msgspec.json.decode(data, type=cls)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
+
+    @property
+    def identity(self) -> tuple[str, str, str, int, int]:
+        """What tells its process from all others."""
+        return self.host, self.boot, self.pid_namespace, self.pid, self.started
 
     def is_running(self) -> bool | None:
         """Whether the process runs; None if it cannot be looked up from here."""
@@ -160,6 +167,7 @@ class Lease:
         Raises:
             OSError: It cannot be written.
         """
+        _held.add(self.name)
         # In one step: a lease that a killed process left half written would name nobody, and keep the place
         # closed until it expires.
         for attempt in range(3):
@@ -237,6 +245,7 @@ def _end(store: ByteStore, name: str, claim: Claim, over: threading.Event, owner
     if os.getpid() != owner:
         return
     over.set()
+    _held.discard(name)
     try:
         store.delete([name])
     except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
@@ -253,6 +262,8 @@ def _living_holder(store: ByteStore, name: str, now_ns: int | None) -> LeaseHold
         return None
     except (OSError, CheckpointError):
         holder = None  # another user's, perhaps, who lets nobody read it: its age must do
+    if holder and name not in _held and holder.identity == _identity(os.getpid()):
+        return None
     running = holder.is_running() if holder else None
     if running is not None:
         return holder if running else None
