@@ -1,4 +1,4 @@
-"""What an optimizer keeps for its parameters, together with the parameters, so that a load can make room for it."""
+"""What an optimizer keeps for its parameters, with the parameters: a load can make room for it."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
