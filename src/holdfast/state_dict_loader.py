@@ -12,6 +12,7 @@ from holdfast._background.running_saves import running_saves
 from holdfast._collector import paused_collector
 from holdfast._engine.adapt import adapt_load_planner, adapt_reader
 from holdfast._engine.load import run_load
+from holdfast._engine.optimizer_room import OptimizerRooms
 from holdfast._engine.stateful_objects import open_states, return_states
 from holdfast._io.progress import Progress, ProgressTracker
 from holdfast._ranks.group_exchange import DEFAULT_PEER_TIMEOUT, open_exchange
@@ -99,8 +100,22 @@ def load(
         opened, found = open_states(state_dict)
         chosen = DefaultLoadPlanner(**options) if planner is None else planner  # type: ignore[arg-type]
         tracker = ProgressTracker.reporting_to(on_progress)
-        run_load(opened, adapt_load_planner(chosen), adapt_reader(reader), exchange, progress=tracker)
+        optimizers = OptimizerRooms(opened, found, allow_partial=allow_partial_load)
+        try:
+            run_load(
+                opened,
+                adapt_load_planner(chosen),
+                adapt_reader(reader),
+                exchange,
+                progress=tracker,
+                complete=optimizers.make,
+            )
+            optimizers.settle()
+        except BaseException:
+            optimizers.undo()
+            raise
         return_states(state_dict, opened, found)
+        optimizers.restore_dtypes()
 
 
 @deprecated("load_state_dict is deprecated: use load", category=FutureWarning)

@@ -20,6 +20,7 @@ def run_load(
     exchange: Exchange,
     *,
     progress: ProgressTracker | None = None,
+    complete: Callable[[Metadata], None] = lambda _: None,
 ) -> None:
     """Load into ``state_dict``, in place; called on every rank of the exchange.
 
@@ -32,6 +33,8 @@ def run_load(
         reader: Reads it.
         exchange: The ranks that load together.
         progress: Told of the bytes that are read; it may raise to stop the load.
+        complete: Called on each rank with the metadata, before the planner is set up: adds to ``state_dict``
+            what can only be made when the checkpoint is known.
 
     Raises:
         CheckpointException: A step failed on some rank; the same on every rank.
@@ -45,6 +48,7 @@ def run_load(
     def need() -> LoadPlan:
         nonlocal by_rank
         metadata = shared or _read_rank_metadata(reader, exchange)
+        complete(metadata)
         by_rank = LoadByRank(
             state_dict, planner, metadata, rank=exchange.rank, world_size=exchange.group_size
         )

@@ -1,0 +1,118 @@
+"""The groups of an optimizer, as a checkpoint has them, brought into the order that an optimizer has now."""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from holdfast.errors import PlanError
+
+Groups = Sequence[dict[str, Any]]
+
+
+def assign_groups(
+    saved: Groups,
+    own: Groups,
+    names: Sequence[str],
+    *,
+    has_own_names: bool,
+    allow_partial: bool,
+    key: str,
+) -> tuple[list[dict[str, Any]], dict[int, int]]:
+    """The groups to give to the optimizer, and the new numbers of parameters that were saved under others.
+
+    Parameters are matched by name if the checkpoint and the optimizer have names, else by their positions.
+
+    Args:
+        saved: The groups that were loaded, with parameters by name or by number.
+        own: The groups of the optimizer now, with parameters by number.
+        names: The names of the optimizer's parameters, by number; empty strings where they are not known.
+        has_own_names: Whether the optimizer itself keeps these names.
+        allow_partial: Whether there may be more parameters now than were saved.
+        key: The name of the optimizer in the state, for messages.
+
+    Raises:
+        PlanError: The parameters are matched by position, and the groups have other sizes.
+    """
+    members = [list(group.get("params", ())) for group in saved]
+    saved_names = [name for group in saved for name in group.get("param_names", ())]
+    numbers: dict[int, int] = {}
+    if any(isinstance(name, str) for name in chain.from_iterable(members)):
+        groups = [_options_by_name(group, saved, members, names) for group in own]
+    elif has_own_names and len(saved_names) == sum(map(len, members)) and saved_names != list(names):
+        number_of = {name: number for number, name in enumerate(names)}
+        ordered = list(chain.from_iterable(members))
+        numbers = {
+            old: number_of[name] for old, name in zip(ordered, saved_names, strict=True) if name in number_of
+        }
+        saved_members = [list(group["param_names"]) for group in saved]
+        groups = [_options_by_name(group, saved, saved_members, names) for group in own]
+    else:
+        _check_sizes(members, own, allow_partial=allow_partial, key=key)
+        pairs = zip(chain.from_iterable(members), _positions(members, own), strict=True)
+        numbers = {old: new for old, new in pairs if old != new}
+        groups = [{**group, **(saved[n] if n < len(saved) else {})} for n, group in enumerate(own)]
+    for group, now in zip(groups, own, strict=True):
+        group["params"] = now["params"]
+        group.pop("param_names", None)
+        if "param_names" in now:
+            group["param_names"] = now["param_names"]
+    return groups, numbers
+
+
+def _options_by_name(
+    own: Mapping[str, Any], saved: Groups, members: list[list[Any]], names: Sequence[str]
+) -> dict[str, Any]:
+    wanted = {names[number] for number in own["params"]}
+    for group, held in zip(saved, members, strict=True):
+        if not wanted.isdisjoint(held):
+            return {**own, **group}
+    # An empty group has no name to be found by: it is the same if it stands in the same place.
+    empty = [group for group, held in zip(saved, members, strict=True) if not held]
+    return {**own, **(empty[0] if empty and not own["params"] else {})}
+
+
+def _check_sizes(members: list[list[Any]], own: Groups, *, allow_partial: bool, key: str) -> None:
+    then, now = [len(group) for group in members], [len(group["params"]) for group in own]
+    has_grown = len(then) <= len(now) and all(a <= b for a, b in zip(then, now, strict=False))
+    if then == now or (allow_partial and has_grown):
+        return
+    raise PlanError(
+        f"{key}: the checkpoint has {_sizes(then)}, the optimizer {_sizes(now)}, and they have no names to "
+        "be matched by. "
+        + ("Pass allow_partial_load=True to keep what was added as it is. " if has_grown else "")
+        + "Save with get_optimizer_state_dict or TrainingState, which name the parameters.",
+        key=key,
+        expected=tuple(now),
+        found=tuple(then),
+    )
+
+
+def _sizes(sizes: list[int]) -> str:
+    groups = "1 group" if len(sizes) == 1 else f"{len(sizes)} groups"
+    return f"{groups} of {', '.join(map(str, sizes))} parameters"
+
+
+def _positions(members: list[list[Any]], own: Groups) -> list[int]:
+    """For each saved parameter the number of the one that has its position in its group now."""
+    return [
+        group["params"][place]
+        for held, group in zip(members, own, strict=False)
+        for place in range(len(held))
+    ]
+
+
+def exact(loaded: Any, taken: Any) -> Any:
+    """What an optimizer took of a loaded state, with the loaded dtypes and strings.
+
+    ``Optimizer.load_state_dict`` casts every tensor but ``step`` to the dtype of its parameter, also tensors
+    that count something, and copies other iterables in a way that strings do not survive.
+    """
+    if isinstance(loaded, torch.Tensor) and isinstance(taken, torch.Tensor):
+        return taken if loaded.dtype == taken.dtype else loaded.to(taken.device)
+    if isinstance(loaded, dict) and isinstance(taken, dict):
+        return {key: exact(loaded[key], value) if key in loaded else value for key, value in taken.items()}
+    if type(loaded) in (list, tuple) and type(taken) is type(loaded) and len(loaded) == len(taken):
+        return type(loaded)(exact(a, b) for a, b in zip(loaded, taken, strict=True))
+    return loaded if isinstance(loaded, str) and isinstance(taken, str) else taken

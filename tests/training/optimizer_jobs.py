@@ -1,0 +1,103 @@
+"""What the ranks do to resume optimizers: model and fresh optimizer are handed to load as they are."""
+
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from tests.training.fingerprints import fingerprint
+from tests.training.jobs import BATCH, attempt
+from tests.training.layouts import CLASSES, FEATURES, build
+from torch import nn
+
+import holdfast
+
+Case: TypeAlias = tuple[str, str]
+"""A layout and the name of an optimizer."""
+
+
+class Run:
+    """A model in a layout and its optimizer, with two groups, an empty group and a frozen parameter."""
+
+    def __init__(self, layout: str, optimizer: str, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model, self.batches, self.mine = build(layout)
+        named = {name.removeprefix("module."): value for name, value in self.model.named_parameters()}
+        named["scales"].requires_grad_(False)
+        self.named = named
+        head = [value for name, value in named.items() if name.startswith("head.")]
+        rest = [value for name, value in named.items() if not name.startswith("head.")]
+        groups = [{"params": head, "lr": 0.02}, {"params": []}, {"params": rest}]
+        options = {"momentum": 0.9} if optimizer in ("SGD", "RMSprop") else {}
+        self.optimizer = getattr(torch.optim, optimizer)(groups, lr=0.01, **options)
+
+    def train(self, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            inputs = torch.randn(self.batches, BATCH, FEATURES, generator=generator).unbind()
+            classes = torch.randint(CLASSES, (self.batches, BATCH), generator=generator).unbind()
+            # Dropout draws from the generator of the process.
+            torch.manual_seed(step)
+            loss = nn.functional.cross_entropy(self.model(inputs[self.mine]), classes[self.mine])
+            torch.autograd.backward(loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def fingerprints(self) -> dict[str, str]:
+        found: dict[str, Any] = {f"model.{name}": value for name, value in self.named.items()}
+        for name, parameter in self.named.items():
+            for kind, value in self.optimizer.state.get(parameter, {}).items():
+                found[f"optimizer.{name}.{kind}"] = value
+        for number, group in enumerate(self.optimizer.param_groups):
+            found |= {f"{number}.{option}": value for option, value in group.items() if option != "params"}
+        return {name: fingerprint(value) for name, value in found.items()}
+
+    def layouts(self) -> dict[str, str]:
+        """How this rank holds each tensor of the optimizer's state: what training on would trip over."""
+        return {
+            f"{name}.{kind}": _layout(value)
+            for name, parameter in self.named.items()
+            for kind, value in self.optimizer.state.get(parameter, {}).items()
+        }
+
+
+def _layout(value: Any) -> str:
+    if isinstance(value, torch.distributed.tensor.DTensor):
+        return f"{value.placements} {value.to_local().stride()} {value.dtype}"
+    if isinstance(value, torch.Tensor):
+        return f"{value.stride()} {value.dtype} {value.device}"
+    return repr(value)
+
+
+def save_and_train_on(folder: Path, layout: str, optimizer: str) -> dict[str, Any]:
+    run = Run(layout, optimizer, seed=1)
+    try:
+        run.train(range(2))
+    except Exception as error:
+        return {"untrainable": f"{type(error).__name__}: {error}"}
+    found = {"saved": run.fingerprints(), "layouts": run.layouts()}
+    state = {"model": run.model, "optimizer": run.optimizer}
+    holdfast.save(state, checkpoint_id=folder / layout / optimizer)
+    return found | {"losses": run.train(range(2, 4)), "end": run.fingerprints()}
+
+
+def resume(folder: Path, layout: str, optimizer: str) -> dict[str, Any]:
+    run = Run(layout, optimizer, seed=2)
+    holdfast.load({"model": run.model, "optimizer": run.optimizer}, checkpoint_id=folder / layout / optimizer)
+    found = {"loaded": run.fingerprints(), "layouts": run.layouts()}
+    if dist.get_world_size() < 4:
+        return found
+    return found | {"losses": run.train(range(2, 4)), "end": run.fingerprints()}
+
+
+def first_job(folder: Path, cases: list[Case]) -> dict[Case, Any]:
+    torch.set_num_threads(1)
+    return {case: attempt(save_and_train_on, folder, *case) for case in cases}
+
+
+def resumed_job(folder: Path, cases: list[Case]) -> dict[Case, Any]:
+    torch.set_num_threads(1)
+    return {case: attempt(resume, folder, *case) for case in cases}
