@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         stateful,
         storage,
         testing,
+        training_state,
     )
     from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
     from holdfast.errors import CheckpointError, CheckpointException
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from holdfast.state_dict_saver import async_save, save, save_state_dict
     from holdfast.stateful import Stateful
     from holdfast.storage import StorageReader, StorageWriter
+    from holdfast.training_state import TrainingState
 
 __all__ = [
     "BytesStorageMetadata",
@@ -66,6 +68,7 @@ __all__ = [
     "StorageReader",
     "StorageWriter",
     "TensorStorageMetadata",
+    "TrainingState",
     "WriteItem",
     "__version__",
     "api",
@@ -87,6 +90,7 @@ __all__ = [
     "stateful",
     "storage",
     "testing",
+    "training_state",
 ]
 
 _HOME = {
@@ -105,6 +109,7 @@ _HOME = {
         "state_dict_saver": ("async_save", "save", "save_state_dict"),
         "stateful": ("Stateful",),
         "storage": ("StorageReader", "StorageWriter"),
+        "training_state": ("TrainingState",),
     }.items()
     for name in names
 }

@@ -16,6 +16,26 @@ Case: TypeAlias = tuple[str, str]
 """A layout and the name of an optimizer."""
 
 
+class Factored(torch.optim.Optimizer):
+    """Keeps a number for each row beside a momentum, as optimizers of strangers do."""
+
+    def __init__(self, groups: Any, lr: float) -> None:
+        super().__init__(groups, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in [value for value in group["params"] if value.grad is not None]:
+                state = self.state[parameter]
+                if not state:
+                    state["rows"] = parameter.new_zeros(len(parameter), *[1] * (parameter.ndim - 1))
+                    state["moments"] = {"first": torch.zeros_like(parameter)}
+                    state["count"] = 0
+                state["count"] += 1
+                state["rows"].add_(state["count"])
+                state["moments"]["first"].add_(parameter.grad)
+                parameter.data.add_(state["moments"]["first"] * state["rows"], alpha=-group["lr"] / 100)
+
+
 class Run:
     """A model in a layout and its optimizer, with two groups, an empty group and a frozen parameter."""
 
@@ -29,7 +49,8 @@ class Run:
         rest = [value for name, value in named.items() if not name.startswith("head.")]
         groups = [{"params": head, "lr": 0.02}, {"params": []}, {"params": rest}]
         options = {"momentum": 0.9} if optimizer in ("SGD", "RMSprop") else {}
-        self.optimizer = getattr(torch.optim, optimizer)(groups, lr=0.01, **options)
+        kind: Any = Factored if optimizer == "Factored" else getattr(torch.optim, optimizer)
+        self.optimizer: torch.optim.Optimizer = kind(groups, lr=0.01, **options)
 
     def train(self, steps: range) -> list[float]:
         losses = []
@@ -46,22 +67,24 @@ class Run:
             losses.append(loss.item())
         return losses
 
-    def fingerprints(self) -> dict[str, str]:
-        found: dict[str, Any] = {f"model.{name}": value for name, value in self.named.items()}
+    def states(self) -> dict[str, Any]:
+        """Every value of the optimizer's state by its name."""
+        found: dict[str, Any] = {}
         for name, parameter in self.named.items():
             for kind, value in self.optimizer.state.get(parameter, {}).items():
-                found[f"optimizer.{name}.{kind}"] = value
+                parts = value if isinstance(value, dict) else {"": value}
+                found |= {f"optimizer.{name}.{kind}.{part}": entry for part, entry in parts.items()}
+        return found
+
+    def fingerprints(self) -> dict[str, str]:
+        found = {f"model.{name}": value for name, value in self.named.items()} | self.states()
         for number, group in enumerate(self.optimizer.param_groups):
             found |= {f"{number}.{option}": value for option, value in group.items() if option != "params"}
         return {name: fingerprint(value) for name, value in found.items()}
 
     def layouts(self) -> dict[str, str]:
         """How this rank holds each tensor of the optimizer's state: what training on would trip over."""
-        return {
-            f"{name}.{kind}": _layout(value)
-            for name, parameter in self.named.items()
-            for kind, value in self.optimizer.state.get(parameter, {}).items()
-        }
+        return {name: _layout(value) for name, value in self.states().items()}
 
 
 def _layout(value: Any) -> str:

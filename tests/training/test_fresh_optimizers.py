@@ -31,13 +31,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
 
         def closure(inputs: torch.Tensor = inputs) -> torch.Tensor:
             optimizer.zero_grad()
-            loss = (model(inputs) ** 2).mean()
+            loss: torch.Tensor = (model(inputs) ** 2).mean()
             torch.autograd.backward(loss)
             return loss
 
         losses.append(closure().item())
         if isinstance(optimizer, torch.optim.LBFGS):
-            optimizer.step(closure)  # type: ignore[arg-type]
+            optimizer.step(closure)  # type: ignore[no-untyped-call]
         else:
             optimizer.step()
     return losses
@@ -53,7 +53,7 @@ def check_resume(tmp_path: Path, make: Make, make_model: Callable[[], nn.Module]
 
     resumed_model = make_model()
     resumed = make(resumed_model)
-    state = {"model": resumed_model, "optimizer": resumed, "step": 0}
+    state: dict[str, Any] = {"model": resumed_model, "optimizer": resumed, "step": 0}
     random_state = torch.get_rng_state()
     holdfast.load(state, checkpoint_id=tmp_path)
     assert torch.equal(torch.get_rng_state(), random_state)
@@ -87,7 +87,7 @@ def test_a_fresh_optimizer_goes_on_exactly(
     def make(model: nn.Module) -> torch.optim.Optimizer:
         options = copy.deepcopy({"lr": 0.01, **form})
         chosen = [p for p in model.parameters() if p.ndim == 2 or kind.__name__ != "Muon"]
-        return kind(chosen, **options)  # type: ignore[call-arg]
+        return kind(chosen, **options)
 
     if isinstance(form.get("lr"), torch.Tensor):
         # On a CPU some optimizers take a tensor only if they go through parameters one by one.
@@ -119,7 +119,7 @@ def test_sparse_gradients(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["capturable", "differentiable"])
 def test_forms_that_take_no_step_on_a_cpu_get_their_state(form: str, tmp_path: Path) -> None:
     model = make_model()
-    optimizer = torch.optim.Adam(model.parameters(), **{form: True})
+    optimizer = torch.optim.Adam(model.parameters(), **{form: True})  # type: ignore[arg-type]
     for number, parameter in enumerate(model.parameters()):
         names = ("exp_avg", "exp_avg_sq")
         optimizer.state[parameter] = {
@@ -127,7 +127,7 @@ def test_forms_that_take_no_step_on_a_cpu_get_their_state(form: str, tmp_path: P
             **{name: torch.randn_like(parameter) for name in names},
         }
     holdfast.save({"optimizer": optimizer}, checkpoint_id=tmp_path)
-    resumed = torch.optim.Adam(make_model().parameters(), **{form: True})
+    resumed = torch.optim.Adam(make_model().parameters(), **{form: True})  # type: ignore[arg-type]
     holdfast.load({"optimizer": resumed}, checkpoint_id=tmp_path)
     assert_same(resumed.state_dict(), optimizer.state_dict())
 
@@ -135,7 +135,11 @@ def test_forms_that_take_no_step_on_a_cpu_get_their_state(form: str, tmp_path: P
 def with_groups(model: nn.Module) -> torch.optim.Optimizer:
     weights = [p for p in model.parameters() if p.ndim == 2]
     biases = [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": biases, "lr": 0.02}, {"params": []}, {"params": weights, "weight_decay": 0.1}]
+    groups: list[dict[str, Any]] = [
+        {"params": biases, "lr": 0.02},
+        {"params": []},
+        {"params": weights, "weight_decay": 0.1},
+    ]
     return torch.optim.AdamW(groups, lr=0.01)
 
 
@@ -162,8 +166,9 @@ def test_tied_weights(tmp_path: Path) -> None:
 def test_channels_last_state_keeps_its_strides(tmp_path: Path) -> None:
     def make_conv() -> nn.Module:
         torch.manual_seed(1)
-        made: nn.Module = nn.Sequential(nn.Unflatten(1, (6, 1, 1)), nn.Conv2d(6, 4, 3, padding=1))
-        return made.to(memory_format=torch.channels_last)
+        made = nn.Sequential(nn.Unflatten(1, (6, 1, 1)), nn.Conv2d(6, 4, 3, padding=1))
+        made.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return made
 
     check_resume(tmp_path, lambda model: torch.optim.AdamW(model.parameters()), make_conv)
 

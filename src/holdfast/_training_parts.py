@@ -1,0 +1,177 @@
+"""The parts of a TrainingState: each gives its state in the form that is saved, and takes it back."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from holdfast._objects.object_fingerprint import fingerprint
+from holdfast._parameter_states import ParameterStates
+from holdfast._random_state import get_random_state, resize_random_state, set_random_state
+from holdfast.errors import PlanError, UsageError
+from holdfast.per_rank import PerRank
+from holdfast.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from holdfast.stateful import Stateful
+
+
+class ModelPart:
+    """A model, or the parts of one that this rank holds.
+
+    Args:
+        modules: The parts; their parameters have different names.
+        options: For ``get_model_state_dict`` and its like.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], options: StateDictOptions) -> None:
+        self.modules, self.options = modules, options
+
+    def state_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for module in self.modules:
+            for key, value in get_model_state_dict(module, options=self.options).items():
+                if key in found:
+                    raise UsageError(
+                        f"two parts of the model both have {key!r}; pass models by name", key=key
+                    )
+                found[key] = value
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for module in self.modules:
+            own = state_dict
+            if len(self.modules) > 1:
+                own = {key: state_dict[key] for key in get_model_state_dict(module, options=self.options)}
+            set_model_state_dict(module, own, options=self.options)
+
+    def home_of(self, optimizer: Optimizer) -> nn.Module:
+        """The module that has all parameters of an optimizer."""
+        wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for module in self.modules:
+            if wanted <= {id(parameter) for parameter in module.parameters()}:
+                return module
+        raise UsageError(
+            f"an optimizer ({type(optimizer).__name__}) has parameters that are not in the model"
+            + ("" if len(self.modules) == 1 else ", or are in several parts of it")
+        )
+
+
+class OptimizerPart:
+    """Optimizers, by names of parameters.
+
+    Args:
+        optimizers: Lists of optimizers by name. The optimizers of a list are saved as one, so that their
+            number may change; one list without a name, under ``""``, is saved without a level for names.
+        model: What has their parameters.
+    """
+
+    def __init__(self, optimizers: Mapping[str, Sequence[Optimizer]], model: ModelPart) -> None:
+        self.optimizers, self.model = optimizers, model
+
+    def state_dict(self) -> dict[str, Any]:
+        states = {name: self._join(optimizers) for name, optimizers in self.optimizers.items()}
+        return states.get("", states)
+
+    def _join(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        groups: list[dict[str, Any]] = []
+        joined, parameters = dict[str, Any](), dict[str, Any]()
+        for optimizer in optimizers:
+            state = self._state_of(optimizer)
+            shared = parameters.keys() & state["state"].parameters.keys()
+            if shared:
+                raise UsageError(
+                    f"two optimizers both have {min(shared)!r}; if they share parameters, pass them by name",
+                    key=min(shared),
+                )
+            parameters.update(state["state"].parameters)
+            joined.update(state["state"])
+            groups += state["param_groups"]
+        return {"state": ParameterStates(joined, parameters=parameters), "param_groups": groups}
+
+    def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        home = self.model.home_of(optimizer)
+        return get_optimizer_state_dict(home, optimizer, options=self.model.options)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        for name, optimizers in self.optimizers.items():
+            state = state_dict[name] if name else state_dict
+            for optimizer in optimizers:
+                own = dict(state) if len(optimizers) == 1 else self._share_of(optimizer, state)
+                set_optimizer_state_dict(
+                    self.model.home_of(optimizer), optimizer, own, options=self.model.options
+                )
+
+    def _share_of(self, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+        names = self._state_of(optimizer)["state"].parameters.keys()
+        return {
+            "state": {name: entry for name, entry in state["state"].items() if name in names},
+            "param_groups": [
+                group for group in state["param_groups"] if not names.isdisjoint(group["params"])
+            ],
+        }
+
+
+class SchedulerPart:
+    """Learning rate schedulers, by name."""
+
+    def __init__(self, schedulers: Mapping[str, Any]) -> None:
+        self.schedulers = schedulers
+
+    def state_dict(self) -> dict[str, Any]:
+        # A tuple is saved as one value. Versions of torch differ in what they keep in it.
+        return {name: (scheduler.state_dict(),) for name, scheduler in self.schedulers.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        for name, scheduler in self.schedulers.items():
+            scheduler.load_state_dict(state_dict[name][0])
+
+
+class RandomPart:
+    """The random number generators of this rank."""
+
+    def state_dict(self) -> "PerRank[Any]":
+        return PerRank(get_random_state(), resize=resize_random_state)
+
+    def load_state_dict(self, state_dict: "PerRank[Any]") -> None:
+        set_random_state(state_dict.value)
+
+
+class DataPart:
+    """The position of this rank in the data.
+
+    Args:
+        data: What knows it.
+        resize: The rule for another number of ranks; None if there is none.
+    """
+
+    def __init__(self, data: Stateful, resize: Callable[[list[Any], int, int], Any] | None) -> None:
+        self.data, self.resize = data, resize
+
+    def state_dict(self) -> "PerRank[Any]":
+        # One value, as with schedulers: a loader that has begun keeps more than a new one.
+        return PerRank((self.data.state_dict(),), resize=self._resized)
+
+    def load_state_dict(self, state_dict: "PerRank[Any]") -> None:
+        self.data.load_state_dict(state_dict.value[0])
+
+    def _resized(self, values: list[tuple[Any]], rank: int, world_size: int) -> tuple[Any]:
+        states = [state for (state,) in values]
+        if self.resize is not None:
+            return (self.resize(states, rank, world_size),)
+        prints = {fingerprint(state) for state in states}
+        if len(prints) == 1 and None not in prints:
+            return (states[0],)
+        raise PlanError(
+            f"data: {len(states)} ranks saved their positions in the data, which differ, and now there are "
+            f"{world_size} ranks. Pass data_resize= to TrainingState to say how the positions change, or "
+            'load state.without("data") and set the position yourself.',
+            key="data",
+            expected=world_size,
+            found=len(states),
+        )
