@@ -115,7 +115,6 @@ def load(
             optimizers.undo()
             raise
         return_states(state_dict, opened, found)
-        optimizers.restore_dtypes()
 
 
 @deprecated("load_state_dict is deprecated: use load", category=FutureWarning)

@@ -153,7 +153,7 @@ def _known(parts: tuple[str, ...]) -> tuple[str, ...]:
 def _modules(model: Any) -> list[nn.Module]:
     if isinstance(model, Mapping):
         return [nn.ModuleDict(model)]
-    modules = [model] if isinstance(model, nn.Module) else list(model)
+    modules = list(model) if isinstance(model, Sequence) else [model]
     for module in modules:
         if not isinstance(module, nn.Module):
             raise UsageError(f"model must be a Module, or several, not a {type(module).__name__}")
@@ -162,7 +162,7 @@ def _modules(model: Any) -> list[nn.Module]:
 
 def _optimizers(optimizer: Any) -> dict[str, list[Optimizer]]:
     named = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
-    lists = {name: [one] if isinstance(one, Optimizer) else list(one) for name, one in named.items()}
+    lists = {name: list(one) if isinstance(one, Sequence) else [one] for name, one in named.items()}
     for one in chain.from_iterable(lists.values()):
         if not isinstance(one, Optimizer):
             raise UsageError(f"optimizer must be an Optimizer, or several, not a {type(one).__name__}")

@@ -1,10 +1,8 @@
 """The groups of an optimizer, as a checkpoint has them, brought into the order that an optimizer has now."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
-
-import torch
 
 from holdfast.errors import PlanError
 
@@ -14,7 +12,7 @@ Groups = Sequence[dict[str, Any]]
 def assign_groups(
     saved: Groups,
     own: Groups,
-    names: Sequence[str],
+    names: Callable[[], Sequence[str]],
     *,
     has_own_names: bool,
     allow_partial: bool,
@@ -27,7 +25,7 @@ def assign_groups(
     Args:
         saved: The groups that were loaded, with parameters by name or by number.
         own: The groups of the optimizer now, with parameters by number.
-        names: The names of the optimizer's parameters, by number; empty strings where they are not known.
+        names: Returns the names of the optimizer's parameters by number; an empty string if one is not known.
         has_own_names: Whether the optimizer itself keeps these names.
         allow_partial: Whether there may be more parameters now than were saved.
         key: The name of the optimizer in the state, for messages.
@@ -39,15 +37,15 @@ def assign_groups(
     saved_names = [name for group in saved for name in group.get("param_names", ())]
     numbers: dict[int, int] = {}
     if any(isinstance(name, str) for name in chain.from_iterable(members)):
-        groups = [_options_by_name(group, saved, members, names) for group in own]
-    elif has_own_names and len(saved_names) == sum(map(len, members)) and saved_names != list(names):
-        number_of = {name: number for number, name in enumerate(names)}
+        groups = [_options_by_name(group, saved, members, names()) for group in own]
+    elif has_own_names and len(saved_names) == sum(map(len, members)) and saved_names != list(names()):
+        number_of = {name: number for number, name in enumerate(names())}
         ordered = list(chain.from_iterable(members))
         numbers = {
             old: number_of[name] for old, name in zip(ordered, saved_names, strict=True) if name in number_of
         }
         saved_members = [list(group["param_names"]) for group in saved]
-        groups = [_options_by_name(group, saved, saved_members, names) for group in own]
+        groups = [_options_by_name(group, saved, saved_members, names()) for group in own]
     else:
         _check_sizes(members, own, allow_partial=allow_partial, key=key)
         pairs = zip(chain.from_iterable(members), _positions(members, own), strict=True)
@@ -101,18 +99,3 @@ def _positions(members: list[list[Any]], own: Groups) -> list[int]:
         for held, group in zip(members, own, strict=False)
         for place in range(len(held))
     ]
-
-
-def exact(loaded: Any, taken: Any) -> Any:
-    """What an optimizer took of a loaded state, with the loaded dtypes and strings.
-
-    ``Optimizer.load_state_dict`` casts every tensor but ``step`` to the dtype of its parameter, also tensors
-    that count something, and copies other iterables in a way that strings do not survive.
-    """
-    if isinstance(loaded, torch.Tensor) and isinstance(taken, torch.Tensor):
-        return taken if loaded.dtype == taken.dtype else loaded.to(taken.device)
-    if isinstance(loaded, dict) and isinstance(taken, dict):
-        return {key: exact(loaded[key], value) if key in loaded else value for key, value in taken.items()}
-    if type(loaded) in (list, tuple) and type(taken) is type(loaded) and len(loaded) == len(taken):
-        return type(loaded)(exact(a, b) for a, b in zip(loaded, taken, strict=True))
-    return loaded if isinstance(loaded, str) and isinstance(taken, str) else taken

@@ -4,6 +4,7 @@ An optimizer makes its state in its first step. In a new process there is nothin
 is missing is made from the checkpoint's metadata, with the layout and on the device of its parameter.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -12,8 +13,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from holdfast._engine.optimizer_groups import assign_groups, exact
+from holdfast._engine.optimizer_groups import assign_groups
 from holdfast._engine.stateful_objects import OpenedState, entries_of
+from holdfast._model_state.parameter_names import names_by_parameter
+from holdfast._model_state.state_dict_options import StateDictOptions
 from holdfast._parameter_states import ParameterStates
 from holdfast._plan.stored_tree import stored_tree
 from holdfast._tensors.chunks import global_shape, is_any_tensor
@@ -32,7 +35,7 @@ class OptimizerRooms:
     def __init__(
         self, opened: dict[Any, Any], found: list[OpenedState], *, allow_partial: bool = False
     ) -> None:
-        self._names = names_of_parameters(inner.owner for inner in found)
+        self._modules = [inner.owner for inner in found if isinstance(inner.owner, torch.nn.Module)]
         self._owners = {id(inner.opened): inner.owner for inner in found}
         self._allow_partial = allow_partial
         self._rooms: list[_ObjectRoom | _NamedRoom | _FlatRoom] = []
@@ -46,7 +49,7 @@ class OptimizerRooms:
         if isinstance(node, dict) and isinstance(node.get("param_groups"), list):
             states = node.get("state")
             if isinstance(owner, torch.optim.Optimizer) and isinstance(states, dict):
-                self._rooms.append(_ObjectRoom(path, node, owner, self._names, self._allow_partial))
+                self._rooms.append(_ObjectRoom(path, node, owner, self._modules, self._allow_partial))
                 return
             if isinstance(states, ParameterStates):
                 self._rooms.append(_NamedRoom(path, node))
@@ -75,12 +78,6 @@ class OptimizerRooms:
         """After a load that failed: take the room away again."""
         for room in self._rooms:
             room.undo()
-
-    def restore_dtypes(self) -> None:
-        """After optimizers took their state: undo the casts that ``Optimizer.load_state_dict`` makes."""
-        for room in self._rooms:
-            if isinstance(room, _ObjectRoom):
-                room.restore_dtypes()
 
 
 class _Room:
@@ -172,24 +169,33 @@ class _ObjectRoom(_Room):
         path: tuple[Any, ...],
         node: dict[str, Any],
         owner: torch.optim.Optimizer,
-        names: Mapping[int, str],
+        modules: list[torch.nn.Module],
         allow_partial: bool,
     ) -> None:
         parameters = list(chain.from_iterable(group["params"] for group in owner.param_groups))
         super().__init__(path, node, ParameterStates(parameters=dict(enumerate(parameters))))
-        self.owner, self.allow_partial = owner, allow_partial
-        named = list(chain.from_iterable(group.get("param_names", ()) for group in owner.param_groups))
-        self.has_own_names = len(named) == len(parameters)
-        if not self.has_own_names:
-            named = [names.get(id(parameter), "") for parameter in parameters]
-        self.names = named
-        self.numbers = {name: number for number, name in reversed(list(enumerate(named))) if name}
+        self.parameters, self.modules, self.allow_partial = parameters, modules, allow_partial
+        self.own_names = list(
+            chain.from_iterable(group.get("param_names", ()) for group in owner.param_groups)
+        )
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """The names of the parameters by number: the optimizer's own, or those in the modules of the state."""
+        if len(self.own_names) == len(self.parameters):
+            return self.own_names
+        names = _names_of_parameters(self.modules)
+        return [names.get(id(parameter), "") for parameter in self.parameters]
 
     def own_key(self, key: Any, *, are_numbers: bool) -> Any:
         if not str(key).isdecimal():
             # Beside numbers it is something that the optimizer keeps for all parameters together.
-            return key if are_numbers else self.numbers.get(key)
-        return int(key) if int(key) < len(self.names) else None
+            return key if are_numbers else self._numbers.get(key)
+        return int(key) if int(key) < len(self.parameters) else None
+
+    @functools.cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: number for number, name in reversed(list(enumerate(self.names))) if name}
 
     def settle(self) -> None:
         if self.node["param_groups"] is self.before[1]:
@@ -197,8 +203,8 @@ class _ObjectRoom(_Room):
         groups, numbers = assign_groups(
             self.node["param_groups"],
             self.before[1],
-            self.names,
-            has_own_names=self.has_own_names,
+            lambda: self.names,
+            has_own_names=len(self.own_names) == len(self.parameters),
             allow_partial=self.allow_partial,
             key=".".join(map(str, self.path)),
         )
@@ -209,14 +215,6 @@ class _ObjectRoom(_Room):
             parameter = self.layout.parameters.get(number)
             states[number] = value if number == own else _in_layout_of(parameter, value)
         self.node["state"], self.node["param_groups"] = states, groups
-
-    def restore_dtypes(self) -> None:
-        if type(self.owner).load_state_dict is not torch.optim.Optimizer.load_state_dict:
-            return
-        for number, loaded in self.node["state"].items():
-            parameter = self.layout.parameters.get(number)
-            if parameter is not None and parameter in self.owner.state:
-                self.owner.state[parameter] = exact(loaded, self.owner.state[parameter])
 
 
 class _FlatRoom:
@@ -327,18 +325,10 @@ def _in_layout_of(parameter: torch.Tensor | None, value: Any) -> Any:
     return value
 
 
-def names_of_parameters(owners: Any) -> dict[int, str]:
-    """The names of parameters in the modules among some objects, by the ids of the parameters."""
+def _names_of_parameters(modules: list[torch.nn.Module]) -> dict[int, str]:
+    """The name of each parameter of some modules, by its ``id``."""
     names: dict[int, str] = {}
-    for owner in owners:
-        if isinstance(owner, torch.nn.Module):
-            for name, parameter in owner.named_parameters(remove_duplicate=False):
-                names.setdefault(id(parameter), plain_name(name))
+    for module in modules:
+        for parameter, all_names in names_by_parameter(module, StateDictOptions()).items():
+            names.setdefault(parameter, all_names[0])
     return names
-
-
-_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-
-
-def plain_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

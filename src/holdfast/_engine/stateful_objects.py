@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from holdfast._model_state.exact_load import load_exactly
 from holdfast.errors import UsageError
 from holdfast.stateful import Stateful
 
@@ -82,7 +83,10 @@ def return_states(original: dict[Any, Any], opened: dict[Any, Any], found: list[
     for inner in found:
         if inner.opened is not inner.state:
             _put_all_back(inner.state, inner.opened, states)
-        inner.owner.load_state_dict(inner.state)
+        if isinstance(inner.owner, torch.optim.Optimizer):
+            load_exactly(inner.owner, inner.state)
+        else:
+            inner.owner.load_state_dict(inner.state)
     _put_all_back(original, opened, states)
     if type(original) not in (dict, OrderedDict):
         # A mapping of the caller's may want to know what was loaded: torch tells it so.

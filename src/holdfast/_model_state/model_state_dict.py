@@ -261,9 +261,7 @@ def _load(
     return keys
 
 
-def _misfit(
-    model: nn.Module, found: IncompatibleKeys, errors: list[str], options: StateDictOptions
-) -> str:
+def _misfit(model: nn.Module, found: IncompatibleKeys, errors: list[str], options: StateDictOptions) -> str:
     lines = [f"The state dict does not fit the {type(model).__name__}. Everything else was loaded."]
     if options.strict and found.missing_keys:
         lines.append(f"Missing key(s): {', '.join(found.missing_keys)}.")

@@ -49,4 +49,6 @@ class ModuleLoading:
         keys = _IncompatibleKeys(self.missing, self.unexpected)
         for hook in vars(module)["_load_state_dict_post_hooks"].values():
             if hook(module, keys) is not None:
-                raise AssertionError("a load_state_dict post-hook must change the keys in place and return None")
+                raise AssertionError(
+                    "a load_state_dict post-hook must change the keys in place and return None"
+                )
