@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import holdfast
 from holdfast import TrainingState
 from holdfast.errors import UsageError
+from holdfast.state_dict_saver import SaveFuture
 
 
 class Loader:
@@ -102,7 +103,9 @@ def test_saving_after_each_step_changes_nothing(folder: Path) -> None:
         for step in range(1, 5):
             found += run.train(step)
             if save:
-                holdfast.async_save({"training": run.state}, checkpoint_id=folder).result()
+                saving = holdfast.async_save({"training": run.state}, checkpoint_id=folder)
+                assert isinstance(saving, SaveFuture)
+                saving.result()
         return found
 
     assert losses(save=True) == losses(save=False)
@@ -141,7 +144,7 @@ def test_a_part_that_there_is_not_is_named() -> None:
 
 
 def test_adapters_alone(folder: Path) -> None:
-    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    def make() -> tuple[nn.Sequential, torch.optim.Optimizer]:
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
         model[0].requires_grad_(False)

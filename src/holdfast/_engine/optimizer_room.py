@@ -175,13 +175,11 @@ class _ObjectRoom(_Room):
         parameters = list(chain.from_iterable(group["params"] for group in owner.param_groups))
         super().__init__(path, node, ParameterStates(parameters=dict(enumerate(parameters))))
         self.parameters, self.modules, self.allow_partial = parameters, modules, allow_partial
-        self.own_names = list(
-            chain.from_iterable(group.get("param_names", ()) for group in owner.param_groups)
-        )
+        self.own_names = [name for group in owner.param_groups for name in group.get("param_names", ())]
 
     @functools.cached_property
     def names(self) -> list[str]:
-        """The names of the parameters by number: the optimizer's own, or those in the modules of the state."""
+        """The names of the parameters by number: the optimizer's own, or those in modules of the state."""
         if len(self.own_names) == len(self.parameters):
             return self.own_names
         names = _names_of_parameters(self.modules)
