@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast._engine.saved_by_rank import find
 from holdfast._format.description import Directory
 from holdfast._plan.flatten import Structure, containers_of
 from holdfast._plan.metadata_entries import MetadataEntries
 from holdfast._plan.read_columns import stored_keys_of
 from holdfast._storage.item_places import ItemPlaces, StorageData, places_of
+from holdfast._tensors.chunks import is_sharded
 from holdfast.metadata import Metadata, MetadataIndex
 from holdfast.per_rank import KEPT, kept_key, kept_name
 from holdfast.planner import LoadPlan
@@ -27,7 +29,8 @@ class RankView:
         stored: For the storage: the same, or the metadata as it was read, if that is not ours to change.
             Then ``translate`` gives plans the names of the storage.
         shared: The keys of which the ranks that saved had values of their own, while this rank gets the one
-            that is for all, because another number of ranks loads; each with the number that saved.
+            that is for all: because another number of ranks loads, or because the state has a sharded tensor
+            there, which would be put together from several. Each with the number of ranks that saved.
     """
 
     metadata: Metadata
@@ -70,12 +73,11 @@ def warn_of_shared(ranks: Sequence[Mapping[str, int]], world_size: int) -> None:
     named = [*keys][:_MOST_NAMED]
     if len(keys) > len(named):
         named.append(f"and {len(keys) - len(named)} more")
-    noun = "this key" if len(keys) == 1 else f"these {len(keys)} keys"
     warnings.warn(
-        f"{max(keys.values())} ranks saved different values under {noun}, and now there "
-        f"{'is' if world_size == 1 else 'are'} {world_size}: every rank gets the value of the rank that "
-        f"coordinated the save: {', '.join(named)}. Save PerRank(value), and load it with a rule (resize=), "
-        "if another number of ranks needs other values.",
+        f"{max(keys.values())} ranks saved a value each under the keys {', '.join(named)}, and every rank "
+        "gets that of the rank that coordinated the save. A rank gets its own only if as many ranks load as "
+        f"saved (now {world_size}), and into a value that is not sharded. Save PerRank(value), and load it "
+        "with a rule (resize=), if another number of ranks needs other values.",
         stacklevel=2,
     )
 
@@ -103,6 +105,9 @@ def view_of_rank(metadata: Metadata, *, rank: int, world_size: int, state: Mappi
     hidden = {key for key, told in kept.items() if kept_name(told.rank, told.world_size) not in asked}
     own = {told.key: key for key, told in kept.items() if (told.rank, told.world_size) == (rank, world_size)}
     shared = {told.key: told.world_size for told in kept.values() if told.world_size != world_size}
+    for key in [key for key in own if is_sharded(_find(state, key, metadata.planner_data))]:
+        shared[key] = world_size
+        del own[key]
     planner_data = _without(metadata.planner_data, hidden)
     places = places_of(metadata)
     if (
@@ -124,6 +129,11 @@ def view_of_rank(metadata: Metadata, *, rank: int, world_size: int, state: Mappi
     entries = {key: every[own.get(key, key)] for key in every if key not in hidden}
     seen = dataclasses.replace(metadata, state_dict_metadata=entries, planner_data=planner_data)
     return RankView(seen, metadata, shared, own)
+
+
+def _find(state: Mapping[Any, Any], key: str, planner_data: Any) -> Any:
+    paths = planner_data if isinstance(planner_data, dict) else {}
+    return find(state, paths.get(key, (key,)))
 
 
 def _without(planner_data: Any, hidden: Iterable[str]) -> Any:

@@ -139,7 +139,7 @@ class Replicas:
         return [_Kept(of_rank, list(different)) for of_rank in names]
 
     def _keep(self, told: _Kept, make_local_plan: Callable[[], SavePlan]) -> _OwnPlan:
-        problems = self._planner.keep_for_rank(told.names)
+        problems = self._planner.keep_for_rank(told.names) if told.names else {}
         if problems:
             return _OwnPlan(None, 0, problems)
         plan = make_local_plan()
@@ -252,8 +252,8 @@ def _warning(different: Groups, coordinator: int) -> str:
         f"ranks save different values under {noun}, and the checkpoint keeps the value of each rank: "
         f"{', '.join(named)}. A load by as many ranks gives each rank its own; any other load gives every "
         f"rank that of rank {_some(sorted(owners))}. If you mean that, wrap the value in PerRank(value). If "
-        "not, make the values equal first; DefaultSavePlanner(check_replicas='raise') raises for such values, and "
-        "check_replicas=False keeps any one of them." + _hint(different)
+        "not, make the values equal first. DefaultSavePlanner(check_replicas='raise') raises for such "
+        "values, check_replicas=False keeps any one of them." + _hint(different)
     )
 
 

@@ -22,8 +22,8 @@ MOST_BYTES = 16 << 20
 MOST_VALUES = 1 << 16
 """How many values are kept in one checkpoint, over all ranks.
 
-That is the statistics of a ResNet-50 (106) on 600 ranks, or 16 values on 4096. Each takes 360 bytes of metadata,
-which a load sends to every rank: 24 MB at most. 1000 statistics on 4096 ranks would be 1.5 GB.
+That is the statistics of a ResNet-50 (106) on 600 ranks, or 16 values on 4096. Each takes 360 bytes of
+metadata, which a load sends to every rank: 24 MB at most. 1000 statistics on 4096 ranks would be 1.5 GB.
 """
 
 
