@@ -180,6 +180,7 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
             self.state_dict, renamed = rename_kept(self.state_dict, self.mappings, names)
             if self.flatten_state_dict:
                 self.mappings = renamed
+            self._cache.withdraw()
         return problems
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:

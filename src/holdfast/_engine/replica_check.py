@@ -15,6 +15,7 @@ from typing import NamedTuple
 from holdfast._engine.ports import Fingerprints, SavePlannerPort
 from holdfast._plan.kept_values import MOST_VALUES
 from holdfast._plan.planner_values import finds_values_itself
+from holdfast._plan.replica_fingerprints import UNKNOWN
 from holdfast._plan.write_columns import columns_of
 from holdfast._ranks.exchange import Exchange
 from holdfast.errors import PlanError
@@ -39,15 +40,9 @@ class _Marks(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What a rank is told of values that differ.
-
-    Attributes:
-        names: The keys of this rank that it must save under another name, with that name.
-        keys: All keys under which values differ.
-    """
+    """What a rank is told of values that differ: its keys that it must save under another name, with that."""
 
     names: dict[str, str]
-    keys: list[str]
 
 
 class _OwnPlan(NamedTuple):
@@ -131,33 +126,29 @@ class Replicas:
         names: list[dict[str, str]] = [{} for _ in range(self.exchange.world_size)]
         for key, groups in different.items():
             owner = _owner(groups, self.exchange.rank)
-            for ranks in groups.values():
-                if owner in ranks:
-                    continue
+            for mark, ranks in groups.items():
                 for rank in ranks:
-                    names[rank][key] = f"{kept_name(rank, self.exchange.group_size)}.{key}"
-        return [_Kept(of_rank, list(different)) for of_rank in names]
+                    if rank != owner and (mark == UNKNOWN or owner not in ranks):
+                        names[rank][key] = f"{kept_name(rank, self.exchange.group_size)}.{key}"
+        return map(_Kept, names)
 
     def _keep(self, told: _Kept, make_local_plan: Callable[[], SavePlan]) -> _OwnPlan:
-        problems = self._planner.keep_for_rank(told.names) if told.names else {}
+        problems = self._planner.keep_for_rank(told.names)
         if problems:
             return _OwnPlan(None, 0, problems)
         plan = make_local_plan()
-        problems = self._problems_of(plan, told)
+        problems = self._problems_of(plan, told.names)
         return _OwnPlan(None if problems else plan, len(told.names), problems)
 
-    def _problems_of(self, plan: SavePlan, told: _Kept) -> dict[str, str]:
+    def _problems_of(self, plan: SavePlan, names: Mapping[str, str]) -> dict[str, str]:
         """Why a plan does not keep what it should: a subclass may make plans in a way of its own."""
-        columns = columns_of(plan)
-        numbers = {key: number for number, key in enumerate(columns.keys)}
-        compared = self._marks.get(None, {})
-        problems = {
-            key: "this value cannot be compared with those of other ranks"
-            for key in told.keys
-            if key in numbers and key not in compared
-        }
+        problems: dict[str, str] = {}
+        if not plan.usable:
+            # As last time: then it was looked at, with the same names.
+            return problems
+        numbers = {key: number for number, key in enumerate(columns_of(plan).keys)}
         asks_planner = not finds_values_itself(self._planner.plugin, "resolve_data")
-        for key, name in told.names.items():
+        for key, name in names.items():
             if key in numbers or name not in numbers:
                 problems[key] = "the planner did not plan it under a name of this rank"
             elif asks_planner:
@@ -215,14 +206,14 @@ def _owner(groups: Mapping[bytes, list[int]], coordinator: int) -> int:
 
 def _refuse_what_cannot_be_kept(offers: Sequence[_OwnPlan], different: Groups) -> None:
     problems = {key: why for offer in reversed(offers) for key, why in offer.problems.items()}
+    if problems:
+        raise _refused({key: groups for key, groups in different.items() if key in problems}, problems)
     count = sum(offer.names for offer in offers)
-    if count > MOST_VALUES and not problems:
+    if count > MOST_VALUES:
         why = (
             f"{count} values would be kept for single ranks, and at most {MOST_VALUES} are in one checkpoint"
         )
-        problems = {next(iter(different)): why}
-    if problems:
-        raise _refused({key: different[key] for key in different if key in problems}, problems)
+        raise _refused(different, {next(iter(different)): why})
 
 
 def _refused(different: Groups, problems: Mapping[str, str]) -> PlanError:

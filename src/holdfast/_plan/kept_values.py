@@ -85,6 +85,8 @@ def _pickled_nbytes(value: Any) -> int:
         pickle.Pickler(counter, pickle.HIGHEST_PROTOCOL).dump(value)
     except _TooLargeError:
         return LARGEST_OBJECT + 1
+    except Exception:  # noqa: BLE001 - whoever writes it will say why it cannot be saved
+        return 0
     return counter.nbytes
 
 
