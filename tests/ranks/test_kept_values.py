@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import run_ranks
+from tests.support.stock_torch import stock_load
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner as TorchLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader as TorchReader
 from torch.distributed.tensor import Shard
@@ -431,12 +432,15 @@ def test_a_per_rank_takes_what_was_kept(tmp_path: Path) -> None:
         assert FakeRanks(1).run(read) == [(0, 0)]
 
 
-def test_the_value_of_another_rank_can_be_asked_for_by_its_name(tmp_path: Path) -> None:
+def test_the_value_of_another_rank_can_be_asked_for_by_its_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with saving("x"):
         FakeRanks(12).run(lambda rank: save(rank, {"x": rank.rank, "y": rank.rank}, tmp_path))
     state = {"@kept-for-rank-07-of-12": {"x": None}}
     holdfast.load(state, checkpoint_id=tmp_path)
     assert state == {"@kept-for-rank-07-of-12": {"x": 7}}
+    assert not caplog.records
     with pytest.raises(UsageError, match="names that begin with @kept-for-rank-"):
         holdfast.save(state, checkpoint_id=tmp_path / "again")
 
@@ -498,7 +502,7 @@ def equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
-def train_and_save(folder: str) -> list[Any]:
+def train_and_save(folder: str) -> tuple[float, list[Any]]:
     job = Job()
     job.train()
     state = job.state()
@@ -517,14 +521,20 @@ def train_and_save(folder: str) -> list[Any]:
         found = blank(state)
         holdfast.load(found, checkpoint_id=f"{folder}/{name}", strict=True)
         results.append(equal(found, state))
-    return results
+    return job.loss, results
 
 
 @pytest.mark.slow
 def test_a_job_with_batch_norm_saves_in_every_way_and_goes_on_exactly(tmp_path: Path) -> None:
-    outcomes = run_ranks(train_and_save, 2, str(tmp_path))
+    (_, (loss, first)), (_, (other, second)) = run_ranks(train_and_save, 2, str(tmp_path))
     # The coordinator says it, once for each save; the other ranks say nothing.
-    assert outcomes == [
-        ("returned", [3, [True] * 3, True, True, True]),
-        ("returned", [0, [], True, True, True]),
-    ]
+    assert first == [3, [True] * 3, True, True, True]
+    assert second == [0, [], True, True, True]
+    assert loss != other
+    for folder in tmp_path.iterdir():
+        with falling_back("loss", "rng", "running_mean"):
+            alone = _load_state_dict_from_keys(checkpoint_id=folder)
+        assert alone["loss"] == loss
+        stock = blank(alone)
+        stock_load(stock, checkpoint_id=folder)
+        assert equal(stock, alone)
