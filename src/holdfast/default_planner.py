@@ -9,7 +9,7 @@ the state) and ``reshard`` (which boxes of which chunks fill it).
 import dataclasses
 import io
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from holdfast._objects import decode_object, encode_object
 from holdfast._plan.fit import plan_load
 from holdfast._plan.flatten import Container, Path, Slot, containers_of, flatten, merge_structures, unflatten
 from holdfast._plan.global_plan import describe, find_problems, merge
+from holdfast._plan.kept_values import refuse_reserved, rename_kept, why_not_kept
 from holdfast._plan.local_plan import plan_local_save
 from holdfast._plan.metadata_entries import directory_of
 from holdfast._plan.plan_cache import PlanCache, new_cache_key
@@ -85,10 +86,11 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
             spreading the work over the ranks.
         enable_plan_caching: Plan once, and use the plan again while nothing that it depends on changes. The
             plan belongs to this planner: pass the same one to every save.
-        check_replicas: Compare what several ranks save under one key, unless it is sharded, and raise if
-            it differs: objects and tensors of up to 64 KiB by all their bytes, larger tensors by a sample.
-            ``"full"`` compares every byte, at the cost of reading it once more; False compares nothing,
-            and one rank's value is kept.
+        check_replicas: Compare what several ranks save under one key, unless it is sharded: objects and
+            tensors of up to 64 KiB by all their bytes, larger tensors by a sample. Small values that differ
+            are kept for each rank, with a warning; for anything else that differs the save raises.
+            ``"raise"`` raises for small values too. ``"full"`` is as True, but compares every byte, at the
+            cost of reading it once more. False compares nothing, and one rank's value is kept.
     """
 
     mappings: dict[str, Any]
@@ -102,8 +104,13 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
         dedup_save_to_lowest_rank: bool = False,
         enable_plan_caching: bool = False,
         *,
-        check_replicas: bool | Literal["full"] = True,
+        check_replicas: bool | Literal["full", "raise"] = True,
     ) -> None:
+        if check_replicas not in (True, False, "full", "raise"):
+            raise UsageError(
+                f"check_replicas is True, False, 'full' or 'raise', not {check_replicas!r}",
+                found=check_replicas,
+            )
         if dedup_replicated_tensors is not None:
             warnings.warn(
                 "dedup_replicated_tensors has no effect: replicated values are always written once. "
@@ -127,6 +134,7 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
         is_coordinator: bool = False,
     ) -> None:
         """Flatten the state."""
+        refuse_reserved(state_dict)
         if self.flatten_state_dict:
             state_dict, self.mappings, _ = flatten(state_dict, is_any_tensor)
         self.state_dict = state_dict
@@ -152,6 +160,28 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
         if not self.check_replicas:
             return {}
         return fingerprint_replicas(self.state_dict, full=self.check_replicas == "full")
+
+    def keep_for_rank(self, names: Mapping[str, str]) -> dict[str, str]:
+        """Save values of this rank under other names, because other ranks save other values under theirs.
+
+        A save calls it on every rank after ``fingerprints``, if they differ, and then ``create_local_plan``
+        again. For subclasses to extend, if ``state_dict`` and ``mappings`` are not all that they look into.
+
+        Args:
+            names: Flat keys of this rank, with the names that are to be saved in their place.
+
+        Returns:
+            Why values cannot be kept, by key. If any rank returns something, the save raises.
+        """
+        if self.check_replicas == "raise":
+            return dict.fromkeys(names, "check_replicas='raise' keeps no value of a rank")
+        problems = why_not_kept({key: self.state_dict[key] for key in names})
+        if not problems:
+            self.state_dict, renamed = rename_kept(self.state_dict, self.mappings, names)
+            if self.flatten_state_dict:
+                self.mappings = renamed
+            self._cache.withdraw()
+        return problems
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Give each value to one rank, describe the whole, and check that nothing overlaps or is left out."""

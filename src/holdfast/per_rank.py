@@ -1,13 +1,14 @@
-"""One value for each rank under one name of the state, and the names that they have in a checkpoint."""
+"""Values of each rank under one name of the state, and the names that they have in a checkpoint."""
 
 import copy
+import functools
 import re
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from typing_extensions import Self
 
-__all__ = ["PerRank", "RankKey", "rank_key", "rank_name"]
+__all__ = ["KEPT", "KeptKey", "PerRank", "RankKey", "kept_key", "kept_name", "rank_key", "rank_name"]
 
 T = TypeVar("T")
 
@@ -18,7 +19,8 @@ class PerRank(Generic[T]):
     It may stand anywhere in the dicts and lists of a state, and hold whatever can be saved: tensors, nested
     containers, Stateful objects, other values. A save keeps the value of every rank. A load into a PerRank at
     the same place gives each rank its own back: tensors are filled where they are, a Stateful object gets its
-    state, anything else is in ``value`` afterwards.
+    state, anything else is in ``value`` afterwards. If the checkpoint has one value for all ranks at this
+    place, every rank gets that.
 
     A load by more or fewer ranks than saved needs a rule, ``resize``. Without it such a load raises before
     anything is changed. The rule is called on each rank with the values of all saving ranks, in rank order,
@@ -90,3 +92,46 @@ def rank_key(key: str) -> RankKey | None:
         if rank < world_size and found[1] == rank_name(rank, world_size):
             return RankKey(key[: found.start()], rank, world_size)
     return None
+
+
+KEPT = "@kept-for-rank-"
+"""How the first part of a flat key begins that was kept for one rank because ranks differed. Reserved."""
+
+_KEPT_NAME = re.compile(re.escape(KEPT) + r"(\d{1,9})-of-(\d{1,9})")
+
+
+def kept_name(rank: int, world_size: int) -> str:
+    """The first part of the flat keys that are kept for a rank; names sort in rank order."""
+    return f"{KEPT}{rank:0{len(str(world_size - 1))}}-of-{world_size}"
+
+
+class KeptKey(NamedTuple):
+    """A flat key of a value that was kept for one rank, though no PerRank asked for it.
+
+    Attributes:
+        key: The flat key under which the rank saved it. The checkpoint has another rank's value there.
+        rank: The rank that saved it.
+        world_size: How many ranks saved.
+    """
+
+    key: str
+    rank: int
+    world_size: int
+
+
+def kept_key(key: str) -> KeptKey | None:
+    """Take a flat key apart; None if it is not one that was kept for a rank."""
+    if not key.startswith(KEPT):
+        return None
+    name, dot, inner = key.partition(".")
+    told = _take_apart(name) if dot else None
+    return None if told is None else KeptKey(inner, *told)
+
+
+@functools.lru_cache(maxsize=4096)
+def _take_apart(name: str) -> tuple[int, int] | None:
+    found = _KEPT_NAME.fullmatch(name)
+    if found is None:
+        return None
+    rank, world_size = int(found[1]), int(found[2])
+    return (rank, world_size) if rank < world_size and name == kept_name(rank, world_size) else None

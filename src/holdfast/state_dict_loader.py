@@ -54,6 +54,9 @@ def load(
     Everything that does not fit (keys, shapes, dtypes, kinds) is reported in one error before anything is
     read or changed. Every byte read is checked. No code of the checkpoint is run.
 
+    If the ranks that saved had different values under one key, each rank gets its own back. If another
+    number of ranks loads, every rank gets the coordinator's, and the coordinator warns.
+
     Args:
         state_dict: What to fill. Tensors must have their shape and device already.
         checkpoint_id: Where from: a folder. Not needed if ``storage_reader`` knows.

@@ -74,6 +74,9 @@ def save(
     ``state_dict()``. Nested dicts, lists, tuples, numbers, strings, bytes and other picklable values are
     saved as they are, keys of every type included.
 
+    What several ranks hold alike is written once. Small values that differ under one key are kept for each
+    rank, and the coordinator warns; see ``check_replicas`` of :class:`DefaultSavePlanner`.
+
     Args:
         state_dict: What to save. It is not changed.
         checkpoint_id: Where to: a folder. Not needed if ``storage_writer`` knows.

@@ -13,6 +13,7 @@ from holdfast._format.inventory import ObjectEntry
 from holdfast._format.torch_pickle_records import TorchProperties, TorchTensor
 from holdfast._format.typed_key import TypedKey
 from holdfast.cli.tree import branches, make_tree
+from holdfast.testing import FakeRanks
 
 pytestmark = pytest.mark.one_core
 
@@ -142,6 +143,21 @@ def test_json_names_transforms(holdfast: Command, originals: Path) -> None:
     for name in ("zstd", "torch-zstd"):
         document = holdfast("ls", originals / name, "--json").document
         assert all(value["transforms"] == ["stream.zstd/1"] for value in document["objects"])
+
+
+@pytest.mark.filterwarnings("ignore:ranks save different values")
+def test_values_that_were_kept_for_single_ranks_are_one_line(holdfast: Command, tmp_path: Path) -> None:
+    FakeRanks(3).run(
+        lambda rank: rank.save({"w": torch.full((2,), rank.rank), "n": rank.rank}, checkpoint_id=tmp_path)
+    )
+    *tree, line, _ = holdfast("ls", tmp_path).out.splitlines()
+    assert [row.split()[1] for row in tree] == ["w", "n"]
+    assert line.startswith("2 keys with other values on 2 ranks")
+    shown = holdfast("ls", tmp_path, "--flat", "@kept-for-rank-*").out.splitlines()[:-1]
+    names = [f"@kept-for-rank-{rank}-of-3.{key}" for rank in (1, 2) for key in ("w", "n")]
+    assert [row.split()[0] for row in shown] == names
+    assert holdfast("ls", tmp_path, "@kept-for-rank-1*").out.startswith("└─ @kept-for-rank-1-of-3")
+    assert holdfast("verify", tmp_path).code == 0
 
 
 def test_names_cannot_speak_to_the_terminal(holdfast: Command, tmp_path: Path) -> None:

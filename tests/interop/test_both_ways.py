@@ -20,6 +20,7 @@ from tests.support.stock_torch import needs_extensions, stock_load, stock_save
 import holdfast as hf
 from holdfast._format import dtypes
 from holdfast.extension import ZStandard
+from holdfast.testing import FakeRank, FakeRanks
 
 # Its types say that it exports nothing.
 dcp: Any = torch_checkpoint
@@ -510,6 +511,33 @@ def test_a_module_inside_a_tuple_is_refused(tmp_path: Path) -> None:
 def test_a_memory_format_is_refused_when_it_is_saved(tmp_path: Path) -> None:
     with pytest.raises(hf.CheckpointError, match="value"):
         we_save({"value": torch.channels_last}, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:ranks save different values")
+@pytest.mark.parametrize("writer", [hf.FileSystemWriter, dcp.FileSystemWriter], ids=["ours", "torch's"])
+def test_stock_torch_loads_the_coordinators_of_values_that_differ(tmp_path: Path, writer: Any) -> None:
+    def state(rank: int) -> dict[str, Any]:
+        return {"model": {"mean": torch.full((4,), float(rank)), "w": torch.ones(2)}, "loss": 0.5 + rank}
+
+    FakeRanks(3).run(lambda rank: rank.save(state(rank.rank), storage_writer=writer(tmp_path)))
+    found = blank(state(0))
+    stock_load(found, checkpoint_id=tmp_path)
+    assert_same(found, state(0))
+    for rank, mine in enumerate(FakeRanks(3).run(lambda rank: _loaded(rank, blank(state(0)), tmp_path))):
+        assert_same(mine, state(rank))
+    # Without a template, torch shows the other ranks' values beside the state, not in it.
+    everything: dict[str, Any] = {}
+    stock = "torch.distributed.checkpoint"
+    planner = importlib.import_module(f"{stock}.default_planner")._EmptyStateDictLoadPlanner()
+    load = importlib.import_module(f"{stock}.state_dict_loader")._load_state_dict
+    load(everything, storage_reader=dcp.FileSystemReader(tmp_path), planner=planner, no_dist=True)
+    assert everything.keys() == {"model", "loss", "@kept-for-rank-1-of-3", "@kept-for-rank-2-of-3"}
+    assert_same({key: everything[key] for key in ("model", "loss")}, state(0))
+
+
+def _loaded(rank: FakeRank, state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    rank.load(state, checkpoint_id=folder)
+    return state
 
 
 def test_without_torch_compatibility_we_still_load_and_torch_does_not(tmp_path: Path) -> None:

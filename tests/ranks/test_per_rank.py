@@ -237,11 +237,36 @@ def test_a_rule_must_return_what_fits_the_tensor(tmp_path: Path, made: Any, erro
         FakeRanks(1).run(lambda rank: load(rank, state, tmp_path))
 
 
-def test_a_value_saved_for_all_is_not_loaded_into_a_per_rank(tmp_path: Path) -> None:
-    FakeRanks(2).run(lambda rank: save(rank, {"a": 1, "b": {"c": torch.ones(1)}}, tmp_path))
-    for state in ({"a": PerRank(1)}, {"b": PerRank({"c": torch.zeros(1)})}):
-        with pytest.raises(PlanError, match="the checkpoint has one value for all ranks here"):
-            FakeRanks(2).run(lambda rank, state=state: load(rank, dict(state), tmp_path))  # type: ignore[misc]
+def test_every_rank_gets_a_value_that_was_saved_for_all(tmp_path: Path) -> None:
+    saved = {"a": 5, "b": {"c": torch.ones(1), "d": 5}, "l": [1, torch.ones(2)], "it": Loader(7), "n": 5}
+
+    def resume(rank: FakeRank) -> None:
+        memory, loader = torch.zeros(1), Loader()
+        state: dict[str, Any] = {
+            "a": PerRank(0),
+            "b": PerRank({"c": memory, "d": 0}),
+            "l": [PerRank(0), torch.zeros(2)],
+            "it": PerRank(loader),
+            "n": 0,
+        }
+        load(rank, state, tmp_path)
+        assert state["a"].value == state["n"] == 5
+        assert state["b"].value == {"c": memory, "d": 5}
+        assert memory.item() == 1
+        assert state["l"][0].value == 1
+        assert state["l"][1].tolist() == [1, 1]
+        assert state["it"].value is loader
+        assert loader.position == 7
+
+    FakeRanks(2).run(lambda rank: save(rank, saved, tmp_path))
+    for world_size in (1, 2, 3):
+        FakeRanks(world_size).run(resume)
+
+
+def test_a_per_rank_around_values_of_ranks_is_refused(tmp_path: Path) -> None:
+    FakeRanks(2).run(lambda rank: save(rank, {"a": {"b": PerRank(rank.rank)}}, tmp_path))
+    with pytest.raises(PlanError, match=r"a\.b: each of 2 ranks saved its own value here"):
+        FakeRanks(2).run(lambda rank: load(rank, {"a": PerRank({"b": 0})}, tmp_path))
 
 
 @pytest.mark.parametrize("there", [0, torch.zeros(1), {"c": 1}, [1]])

@@ -5,7 +5,7 @@ Everything is found out once, when a save or load begins.
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from holdfast._engine.ports import (
@@ -33,6 +33,7 @@ def adapt_save_planner(planner: Any) -> SavePlannerPort:
         set_up=_set_up_of_save_planner(ours.set_up_planner, planner.set_up_planner),
         flattens=getattr(ours, "flatten_state_dict", True),
         fingerprints=fingerprints or dict,
+        keep_for_rank=getattr(ours, "keep_for_rank", _keep_nothing),
     )
 
 
@@ -110,6 +111,11 @@ def _set_up_of_save_planner(method: Callable[..., Any], declared: Callable[..., 
 def _has_known(plugin: Any, method: str) -> bool:
     """Whether a method of a plugin is one that ``known_to_engine`` marks."""
     return bool(getattr(getattr(plugin, method), "is_known_to_engine", False))
+
+
+def _keep_nothing(names: Mapping[str, str]) -> dict[str, str]:
+    """What stands for the method of a planner that cannot keep values for one rank."""
+    return dict.fromkeys(names, "this planner cannot keep a value for each rank")
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:

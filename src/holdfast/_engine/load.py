@@ -1,16 +1,20 @@
 """A load, from top to bottom."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 from holdfast._context import LoadContext
 from holdfast._engine.per_rank_values import LoadByRank
 from holdfast._engine.ports import LoadPlannerPort, ReaderPort
+from holdfast._engine.rank_view import view_of_rank, warn_of_shared
 from holdfast._io.progress import ProgressTracker
 from holdfast._ranks.exchange import Exchange
 from holdfast.errors import CheckpointNotFoundError
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan
+
+_Need: TypeAlias = tuple[LoadPlan, Mapping[str, int]]
+"""What a rank reads; and of it what every rank gets alike though the ranks that saved differed."""
 
 
 def run_load(
@@ -45,16 +49,17 @@ def run_load(
     shared = _read_shared_metadata(reader, exchange)
     by_rank: LoadByRank | None = None
 
-    def need() -> LoadPlan:
+    def need() -> _Need:
         nonlocal by_rank
+        rank, world_size = exchange.rank, exchange.group_size
         metadata = shared or _read_rank_metadata(reader, exchange)
         complete(metadata)
-        by_rank = LoadByRank(
-            state_dict, planner, metadata, rank=exchange.rank, world_size=exchange.group_size
-        )
-        planner.plugin.set_up_planner(by_rank.state, metadata, exchange.is_coordinator)
-        reader.set_up(metadata, context, use_collectives=shared is not None)
-        return reader.plugin.prepare_local_plan(planner.plugin.create_local_plan())
+        view = view_of_rank(metadata, rank=rank, world_size=world_size, state=state_dict)
+        by_rank = LoadByRank(state_dict, planner, view.metadata, rank=rank, world_size=world_size)
+        planner.plugin.set_up_planner(by_rank.state, view.metadata, exchange.is_coordinator)
+        reader.set_up(view.stored, context, use_collectives=shared is not None)
+        plan = planner.plugin.create_local_plan()
+        return reader.plugin.prepare_local_plan(view.translate(plan)), view.shared_by(plan)
 
     plan = _plan(need, planner, reader, exchange)
 
@@ -77,16 +82,24 @@ def run_load(
 
 
 def _plan(
-    need: Callable[[], LoadPlan], planner: LoadPlannerPort, reader: ReaderPort, exchange: Exchange
+    need: Callable[[], _Need], planner: LoadPlannerPort, reader: ReaderPort, exchange: Exchange
 ) -> LoadPlan:
     """What this rank reads, once all ranks know what they need."""
     if planner.passes_plans_on and reader.passes_plans_on:
         mine: list[LoadPlan] = []
-        exchange.agree("plan", lambda: mine.append(need()), lambda _: None)
+
+        def keep_plan() -> Mapping[str, int]:
+            plan, common = need()
+            mine.append(plan)
+            return common
+
+        exchange.agree("plan", keep_plan, lambda ranks: warn_of_shared(ranks, exchange.group_size))
         return mine[0]
 
-    def merge(needs: list[LoadPlan]) -> list[LoadPlan]:
-        return reader.plugin.prepare_global_plan(planner.plugin.create_global_plan(needs))
+    def merge(needs: list[_Need]) -> list[LoadPlan]:
+        plans = planner.plugin.create_global_plan([plan for plan, _ in needs])
+        warn_of_shared([common for _, common in needs], exchange.group_size)
+        return reader.plugin.prepare_global_plan(plans)
 
     return exchange.decide("plan", need, merge)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from holdfast._engine.ports import LoadPlannerPort, SavePlannerPort
-from holdfast._engine.saved_by_rank import ABSENT, Path, find, flat, saved_places, why_absent
+from holdfast._engine.saved_by_rank import ABSENT, Path, find, flat, has_value, saved_places
 from holdfast._engine.stateful_objects import OpenedState, entries_of, open_states, return_states
 from holdfast.default_planner import EmptyStateDictLoadPlanner
 from holdfast.errors import DtypeMismatchError, PlanError, ShapeMismatchError, UsageError
@@ -108,7 +108,8 @@ class _Place:
 
     Attributes:
         opened: Its value under "value", with the Stateful objects that are in ``found`` replaced.
-        slots: The dict in its place: names of ranks with the values that are to be filled.
+        slots: The dict in its place: names of ranks with the values that are to be filled. None if the value
+            itself is in its place, because the checkpoint has one for all ranks there.
         saved_by: How many ranks saved, if it is to be made by its rule; else None.
     """
 
@@ -116,12 +117,14 @@ class _Place:
     path: Path
     opened: dict[Any, Any]
     found: list[OpenedState]
-    slots: dict[str, Any]
+    slots: dict[str, Any] | None
     saved_by: int | None = None
 
 
 class LoadByRank:
     """A load into a state with PerRank values; on every rank, between reading metadata and planning.
+
+    Where the checkpoint has one value for all ranks, a PerRank gets that.
 
     Args:
         state: The state, with its Stateful objects opened. It is not changed before :meth:`finish`.
@@ -134,8 +137,8 @@ class LoadByRank:
         state: What the planner is to load into; the given one if there is no PerRank in it.
 
     Raises:
-        PlanError: The checkpoint has no such values, or those of another number of ranks and there is no
-            rule, or the state has no PerRank where the checkpoint has values of ranks. All places are named.
+        PlanError: The checkpoint has values of another number of ranks and there is no rule, or the state has
+            no PerRank where the checkpoint has values of ranks. All places are named.
         UsageError: As ``split_by_rank``.
     """
 
@@ -154,7 +157,7 @@ class LoadByRank:
         self._places: list[_Place] = []
         self._walk = _PerRankWalk(self._replace)
         self.state = self._walk.start(state)
-        problems = [*self._problems(), *self._plain_places(state)]
+        problems = [*self._problems(), *self._plain_places()]
         if problems:
             lines = "\n  ".join(f"{key}: {problem}" for key, problem in problems)
             raise PlanError(
@@ -162,11 +165,13 @@ class LoadByRank:
             )
         self._make_room()
 
-    def _replace(self, owner: "PerRank[Any]", path: Path) -> dict[str, Any]:
+    def _replace(self, owner: "PerRank[Any]", path: Path) -> Any:
         opened, found = _open_value(owner, path, self._planner)
-        slots = {rank_name(self.rank, self.world_size): opened["value"]}
+        slots: dict[str, Any] | None = {rank_name(self.rank, self.world_size): opened["value"]}
+        if flat(path) not in self._saved and has_value(flat(path), self._metadata):
+            slots = None
         self._places.append(_Place(owner, path, opened, found, slots))
-        return slots
+        return opened["value"] if slots is None else slots
 
     def _problems(self) -> list[tuple[str, str]]:
         """What does not fit of the places that have a PerRank; notes those that need their rule."""
@@ -174,24 +179,21 @@ class LoadByRank:
         for place in self._places:
             key = flat(place.path)
             saved = self._saved.get(key)
-            if saved is None:
-                problem = why_absent(key, self._metadata)
-                # Nothing at all is there: whether that is an error is for the planner to say.
-            elif saved.world_sizes == {self.world_size}:
+            # Where nothing at all is there, the planner says whether that is an error.
+            if saved is None or saved.world_sizes == {self.world_size}:
                 continue
-            else:
-                problem = saved.why_not_resized(place.owner, self.world_size)
-                place.saved_by = max(saved.world_sizes)
+            problem = saved.why_not_resized(place.owner, self.world_size)
+            place.saved_by = max(saved.world_sizes)
             if problem is not None:
                 problems.append((key, problem))
         return problems
 
-    def _plain_places(self, state: dict[str, Any]) -> list[tuple[str, str]]:
+    def _plain_places(self) -> list[tuple[str, str]]:
         """The places that were saved with a PerRank, and at which the state has something else."""
         problems = []
         wanted = {flat(place.path) for place in self._places}
         for key, saved in self._saved.items():
-            here = find(state, saved.path) if key not in wanted else ABSENT
+            here = find(self.state, saved.path) if key not in wanted else ABSENT
             if here is ABSENT or (isinstance(here, Mapping) and _has_names(here)):
                 continue
             count = max(saved.world_sizes)
@@ -217,6 +219,7 @@ class LoadByRank:
                     f"{flat(place.path)}: the checkpoint does not say how its ranks' values are nested",
                     key=flat(place.path),
                 )
+            assert place.slots is not None
             place.slots.clear()
             place.slots.update({name: values[name] for name in (rank_name(r, count) for r in range(count))})
 
@@ -227,22 +230,28 @@ class LoadByRank:
             ShapeMismatchError, DtypeMismatchError, PlanError: A rule returned something else than a tensor
                 of the shape and dtype of the one that it is for.
         """
-        replaced = {id(place.slots) for place in self._places} | {id(copy) for _, copy in self._walk.copies}
         for place in self._places:
-            if place.saved_by is None:
-                holder = {"value": place.owner.value}
-                place.opened["value"] = place.slots[rank_name(self.rank, self.world_size)]
-                return_states(holder, place.opened, place.found)
-                place.owner.value = holder["value"]
-            else:
+            if place.saved_by is not None:
                 assert place.owner.resize is not None
+                assert place.slots is not None
                 values = list(place.slots.values())
                 made = place.owner.resize(values, self.rank, self.world_size)
                 place.owner.value = _settle(place.owner.value, made, flat(place.path))
+                continue
+            holder = {"value": place.owner.value}
+            if place.slots is None:
+                place.opened["value"] = find(self.state, place.path)
+            else:
+                place.opened["value"] = place.slots[rank_name(self.rank, self.world_size)]
+            return_states(holder, place.opened, place.found)
+            place.owner.value = holder["value"]
+        copies = {id(copy) for _, copy in self._walk.copies}
         for original, copied in self._walk.copies:
             for key, value in entries_of(copied):
                 is_new = isinstance(original, Mapping) and key not in original
-                if id(value) not in replaced and (is_new or original[key] is not value):
+                if is_new or not (
+                    id(value) in copies or original[key] is value or isinstance(original[key], PerRank)
+                ):
                     original[key] = value
 
 

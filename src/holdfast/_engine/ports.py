@@ -29,12 +29,15 @@ class SavePlannerPort:
         flattens: Whether it gives each value of a nested state a key of its own.
         fingerprints: Returns the fingerprints of values that other ranks hold too; empty if the planner
             does not make any. Called after ``create_local_plan``.
+        keep_for_rank: Takes keys of this rank with other names, saves their values under these, and returns
+            for each key why it cannot; see ``DefaultSavePlanner.keep_for_rank``.
     """
 
     plugin: SavePlanner
     set_up: Callable[..., None]
     flattens: bool
     fingerprints: Callable[[], Fingerprints]
+    keep_for_rank: Callable[[Mapping[str, str]], dict[str, str]]
 
     def finish_plan(self, plan: SavePlan) -> SavePlan:
         """This rank's final plan, with the storage's own notes of this save: a cached plan has old ones."""

@@ -1,5 +1,6 @@
 """A save, from top to bottom."""
 
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -80,8 +81,21 @@ def _run(
     cancellation: SaveCancellation,
 ) -> Metadata:
     metadata = None
+    offered: list[SavePlan] = []
     planned: list[SavePlan] = []
     replicas = Replicas(planner, exchange)
+
+    def make_local_plan() -> SavePlan:
+        plan = planner.plugin.create_local_plan()
+        cancellation.check()
+        return writer.plugin.prepare_local_plan(plan)
+
+    def make_global_plan(plans: list[SavePlan]) -> list[SavePlan]:
+        nonlocal metadata, planned
+        plans, metadata = planner.plugin.create_global_plan(plans)
+        cancellation.check()
+        planned = writer.plugin.prepare_global_plan(plans)
+        return planned
 
     def offer() -> tuple[SavePlan, dict[Holders, bytes]]:
         state = split_by_rank(state_dict, planner, rank=exchange.rank, world_size=exchange.group_size)
@@ -92,21 +106,17 @@ def _run(
         )
         cancellation.check()
         writer.set_up(context)
-        plan = planner.plugin.create_local_plan()
-        cancellation.check()
-        return writer.plugin.prepare_local_plan(plan), replicas.together()
+        return make_local_plan(), replicas.together()
 
-    def merge(offers: list[tuple[SavePlan, dict[Holders, bytes]]]) -> list[tuple[SavePlan, bool]]:
-        nonlocal metadata, planned
-        plans, metadata = planner.plugin.create_global_plan([plan for plan, _ in offers])
-        cancellation.check()
-        planned = writer.plugin.prepare_global_plan(plans)
-        values_differ = differ(marks for _, marks in offers)
-        return [(plan, values_differ) for plan in planned]
+    def merge(offers: list[tuple[SavePlan, dict[Holders, bytes]]]) -> Sequence[SavePlan | None]:
+        offered.extend(plan for plan, _ in offers)
+        if differ(marks for _, marks in offers):
+            return [None] * len(offers)
+        return make_global_plan(offered)
 
-    plan, values_differ = exchange.decide("plan", offer, merge)
-    if values_differ:
-        replicas.compare()
+    plan = exchange.decide("plan", offer, merge)
+    if plan is None:
+        plan = replicas.settle(offered, make_local_plan, make_global_plan)
 
     def write() -> list[WriteResult]:
         final = planner.finish_plan(plan)

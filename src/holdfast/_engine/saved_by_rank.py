@@ -54,16 +54,11 @@ class SavedByRank:
         return None
 
 
-def why_absent(key: str, metadata: Metadata) -> str | None:
-    """Why there are no values of ranks at a place; None if there is nothing at all."""
+def has_value(key: str, metadata: Metadata) -> bool:
+    """Whether a checkpoint has something at a place: a value, or the values of a container."""
     below = f"{key}."
     keys = metadata.state_dict_metadata
-    if key in keys or any(there.startswith(below) for there in keys):
-        return (
-            "the checkpoint has one value for all ranks here, the state a PerRank; load it without "
-            "PerRank, and wrap what you got"
-        )
-    return None
+    return key in keys or any(there.startswith(below) for there in keys)
 
 
 def saved_places(metadata: Metadata) -> dict[str, SavedByRank]:

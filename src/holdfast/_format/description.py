@@ -55,6 +55,10 @@ class Description(msgspec.Struct, kw_only=True):
 class Directory:
     """Where each key's part of the columns begins, by the key's number; for looking at single keys.
 
+    Args:
+        columns: The columns.
+        numbers: Other names for the keys' numbers than the columns have, or names for some of them only.
+
     Attributes:
         columns: The columns.
         numbers: Each key's number.
@@ -69,9 +73,10 @@ class Directory:
         lengths: See above.
     """
 
-    def __init__(self, columns: Description) -> None:
+    def __init__(self, columns: Description, numbers: dict[str, int] | None = None) -> None:
         self.columns = columns
-        self.numbers = dict(zip(columns.keys, itertools.count(), strict=False))
+        self._given = numbers
+        self.numbers = numbers or dict(zip(columns.keys, itertools.count(), strict=False))
         self.kinds = columns.kinds
         count = ints(columns.tensor_chunks, "I").tolist()
         properties = ints(columns.tensor_properties, "I").tolist()
@@ -90,7 +95,14 @@ class Directory:
         self.lengths = ints(columns.chunk_lengths, "q")
 
     def __reduce__(self) -> Any:
-        return Directory, (self.columns,)
+        return Directory, (self.columns, self._given)
+
+    @property
+    def item_count(self) -> int:
+        """How many items the keys have that it knows."""
+        if self._given is None:
+            return self.row[-1]
+        return sum(self.row[number + 1] - self.row[number] for number in self._given.values())
 
     def shape(self, number: int) -> list[int]:
         """The shape of a key's tensor."""

@@ -14,7 +14,7 @@ from holdfast._plan.reshard import fill_tensor
 from holdfast._tensors.chunks import dtype_of, global_shape, is_tensor, local_parts, refuse_undescribable
 from holdfast.errors import PlanError
 from holdfast.metadata import Metadata
-from holdfast.per_rank import rank_key
+from holdfast.per_rank import KEPT, rank_key
 
 logger = logging.getLogger(__name__)
 _MOST_NAMED = 20
@@ -145,7 +145,8 @@ def _check_unexpected(
         and state.keys() == metadata.state_dict_metadata.keys()
     ):
         return
-    unexpected = [key for key in metadata.state_dict_metadata if key not in state]
+    # What was kept for single ranks is only for those who ask for it by name.
+    unexpected = [k for k in metadata.state_dict_metadata if k not in state and not k.startswith(KEPT)]
     # What other ranks saved for themselves is not for this one, where it loads its own.
     own = {told.place for key in state if (told := rank_key(key)) is not None}
     if own:

@@ -53,15 +53,21 @@ class PlanCache:
         # A plain string: the cache must not keep the planner's own key alive.
         self.key = str(key)
         self._offered: SavePlan | None = None
+        self._forgotten: SavePlan | None = None
         self._merged: tuple[list[SavePlan], list[SavePlan], Metadata] | None = None
 
     def offer(self, plan: SavePlan) -> SavePlan:
         """On each rank: what to send to the coordinator."""
         self._offered = plan
-        remembered = SavePlanner._cached_save_plan.pop(self.key, None)
+        remembered = self._forgotten = SavePlanner._cached_save_plan.pop(self.key, None)
         if remembered is None or self.key not in SavePlanner._cached_final_save_plan:
             return plan
         return _AS_LAST_TIME if _is_same(remembered, plan) else plan
+
+    def withdraw(self) -> None:
+        """On each rank: take back what was offered, for another offer in the same save."""
+        if self._forgotten is not None:
+            SavePlanner._cached_save_plan[self.key] = self._forgotten
 
     def merge(
         self,

@@ -87,3 +87,9 @@ def keys_of(plan: LoadPlan) -> list[str]:
     """The key of each item of a plan."""
     columns = plan.items.columns if isinstance(plan.items, ReadItems) else None
     return [item.dest_index.fqn for item in plan.items] if columns is None else columns.keys
+
+
+def stored_keys_of(plan: LoadPlan) -> list[str]:
+    """For each item of a plan the key of what it reads: another one than it fills, if a planner renames."""
+    columns = plan.items.columns if isinstance(plan.items, ReadItems) else None
+    return [item.storage_index.fqn for item in plan.items] if columns is None else columns.keys

@@ -10,13 +10,17 @@ from holdfast._tensors.dtensors import held_pieces, memory_of_piece
 from holdfast._tensors.tensor_fingerprint import fingerprint_tensor
 from holdfast.per_rank import rank_key
 
+UNKNOWN = b""
+"""Stands for the fingerprint of a value that cannot be compared."""
+
 
 def fingerprint_replicas(
     state: dict[str, Any], *, full: bool
 ) -> dict[tuple[int, ...] | None, dict[str, bytes]]:
     """The fingerprints of a flat state's values, by the ranks that must hold the same value.
 
-    A value that has no fingerprint is left out, and so is a value that no other rank holds.
+    A value of which nothing can be said has the fingerprint :data:`UNKNOWN`. A chunk that no other rank
+    holds is left out.
 
     Args:
         state: The flat state of this rank.
@@ -44,8 +48,7 @@ def fingerprint_replicas(
                 found.setdefault(known[layout], {}).update(_fingerprint_chunks(key, value, full=full))
             continue
         mark = fingerprint_tensor(value, full=full) if is_tensor(value) else fingerprint(value)
-        if mark is not None:
-            everywhere[key] = mark
+        everywhere[key] = UNKNOWN if mark is None else mark
     return found
 
 

@@ -81,7 +81,7 @@ class StorageData(DeferredDict[MetadataIndex, StorageInfo]):
     __slots__ = ("places",)
 
     def __init__(self, places: ItemPlaces) -> None:
-        super().__init__(len(places), places.items)
+        super().__init__(places.directory.item_count, places.items)
         self.places = places
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -22,6 +22,7 @@ from holdfast.cli.text import (
     write_lines,
 )
 from holdfast.cli.tree import Entry, branches, entry_nbytes, make_tree
+from holdfast.per_rank import KEPT, kept_key
 
 __all__ = ["run"]
 
@@ -59,10 +60,24 @@ def _pick(part: Inventory, arguments: argparse.Namespace) -> list[Entry]:
 
 def _lines(part: Inventory, entries: list[Entry], arguments: argparse.Namespace) -> list[str]:
     style = Style(sys.stdout)
-    rows = _flat_rows(entries) if arguments.flat else _tree_rows(part, entries, arguments, style)
+    folded = [] if arguments.flat or arguments.globs else [e for e in entries if kept_key(e.key)]
+    # One line stands for what may be a hundred statistics of each of a hundred ranks.
+    shown = [entry for entry in entries if not kept_key(entry.key)] if folded else entries
+    rows = _flat_rows(entries) if arguments.flat else _tree_rows(part, shown, arguments, style)
     lines = aligned(list(rows), right=(3,))
     title = [] if part.rank is None else [style.bold(f"rank {part.rank}")]
-    return [*title, *lines, style.dim(_totals(part, entries))]
+    return [*title, *lines, *map(style.dim, _kept_line(folded)), style.dim(_totals(part, entries))]
+
+
+def _kept_line(kept: list[Entry]) -> list[str]:
+    """What was kept for single ranks, in one line; none if there is nothing."""
+    if not kept:
+        return []
+    told = [found for entry in kept if (found := kept_key(entry.key))]
+    keys = counted(len({found.key for found in told}), "key")
+    ranks = counted(len({found.rank for found in told}), "rank")
+    size = size_text(sum(map(entry_nbytes, kept)))
+    return [f"{keys} with other values on {ranks}, {size}: see '{KEPT}*'"]
 
 
 def _flat_rows(entries: list[Entry]) -> Iterator[tuple[str, ...]]:
