@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
     from holdfast.errors import CheckpointError, CheckpointException
     from holdfast.filesystem import FileSystemReader, FileSystemWriter
+    from holdfast.load_result import LoadResult
     from holdfast.metadata import (
         BytesStorageMetadata,
         ChunkStorageMetadata,
@@ -56,6 +57,7 @@ __all__ = [
     "FileSystemWriter",
     "LoadPlan",
     "LoadPlanner",
+    "LoadResult",
     "Metadata",
     "MetadataIndex",
     "PerRank",
@@ -95,6 +97,7 @@ _HOME = {
         "default_planner": ("DefaultLoadPlanner", "DefaultSavePlanner"),
         "errors": ("CheckpointError", "CheckpointException"),
         "filesystem": ("FileSystemReader", "FileSystemWriter"),
+        "load_result": ("LoadResult",),
         "metadata": (
             *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
             "TensorStorageMetadata",
