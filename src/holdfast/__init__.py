@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
     from holdfast.errors import CheckpointError, CheckpointException
     from holdfast.filesystem import FileSystemReader, FileSystemWriter
+    from holdfast.load_result import LoadResult
     from holdfast.metadata import (
         BytesStorageMetadata,
         ChunkStorageMetadata,
@@ -58,6 +59,7 @@ __all__ = [
     "FileSystemWriter",
     "LoadPlan",
     "LoadPlanner",
+    "LoadResult",
     "Metadata",
     "MetadataIndex",
     "PerRank",
@@ -99,6 +101,7 @@ _HOME = {
         "default_planner": ("DefaultLoadPlanner", "DefaultSavePlanner"),
         "errors": ("CheckpointError", "CheckpointException"),
         "filesystem": ("FileSystemReader", "FileSystemWriter"),
+        "load_result": ("LoadResult",),
         "metadata": (
             *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
             "TensorStorageMetadata",

@@ -38,10 +38,10 @@ from holdfast._tensors.chunks import (
     is_without_memory,
     local_chunks,
     local_parts,
-    with_memory,
 )
 from holdfast._tensors.dtensors import narrowed
-from holdfast.errors import InvalidPlanError, MetadataFormatError, UsageError
+from holdfast._tensors.meta_memory import MetaMemory
+from holdfast.errors import InvalidPlanError, MetadataFormatError, MissingKeyError, UsageError
 from holdfast.metadata import (
     STATE_DICT_TYPE,
     ChunkStorageMetadata,
@@ -256,6 +256,10 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
         cast: What to do where dtypes differ. True casts whatever the difference; False raises; None, the
             default, casts within a kind (float32 to bfloat16) with one warning that lists the keys, and
             raises across kinds (float to int).
+        ignore_mismatched_sizes: Leave alone the tensors whose shape in the checkpoint is another one,
+            instead of raising. One warning that is logged lists them.
+        device: Where tensors on the meta device get their memory. None for the device of the mesh of a
+            DTensor, and for others the current accelerator, or the CPU if there is none.
         allow_pickle: Let objects be unpickled freely. That runs whatever code the checkpoint holds: only
             for checkpoints that you would also run as a program.
         safe_globals: Classes and functions that objects of the checkpoint may use besides the usual ones.
@@ -275,6 +279,8 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
         *,
         strict: bool | None = None,
         cast: bool | None = None,
+        ignore_mismatched_sizes: bool = False,
+        device: torch.device | str | int | None = None,
         allow_pickle: bool = False,
         safe_globals: Iterable[Callable[..., Any] | type] = (),
     ) -> None:
@@ -283,6 +289,8 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
         self.allow_partial_load = allow_partial_load
         self.strict = strict
         self.cast = cast
+        self.ignore_mismatched_sizes = ignore_mismatched_sizes
+        self.device = device
         self.allow_pickle = allow_pickle
         self.safe_globals = tuple(safe_globals)
         self.original_state_dict = {}
@@ -322,6 +330,7 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
             strict=not self.allow_partial_load,
             refuse_unexpected=self.strict,
             cast=self.cast,
+            ignore_mismatched_sizes=self.ignore_mismatched_sizes,
         )
 
     def _follow_old_keys(self) -> None:
@@ -344,13 +353,14 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
         """Give memory to tensors on the meta device. Until this call the state is unchanged."""
         planned = set(keys_of(new_plan))
         stored = () if self.metadata is None else directory_of(self.metadata).numbers
+        memory = MetaMemory(self.device)
         for key, value in list(self.state_dict.items()):
             if not is_without_memory(value):
                 continue
             # A rank that holds no element of a sharded tensor reads nothing of it.
             holds_nothing = key in stored and not any(part.numel() for part in local_parts(value))
             if key in planned or holds_nothing:
-                self.put(key, with_memory(value, _home_device()))
+                self.put(key, memory.give(value))
         return new_plan
 
     def put(self, key: str, value: Any) -> None:
@@ -381,12 +391,6 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
     def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
         """Narrow the tensor to the box that the item fills. For subclasses to extend."""
         return narrowed(tensor, read_item.dest_offsets, read_item.lengths)
-
-
-def _home_device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _memory_for(key: str, entry: TensorStorageMetadata, places: Any) -> torch.Tensor:
@@ -429,7 +433,12 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Build the state, with memory for every tensor."""
+        """Build the state, with memory for every tensor.
+
+        Raises:
+            UsageError: The given state is not empty.
+            MissingKeyError: The checkpoint has none of the keys.
+        """
         if state_dict:
             raise UsageError("the state to load into must be empty: it is built from the checkpoint")
         if metadata is None:
@@ -443,6 +452,11 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
             if self.keys is None or self._is_wanted(key, paths.get(key, (key,)))
         }
         state_dict.update(unflatten(leaves, paths, self._wanted_containers(leaves, paths)))
+        if self.keys and not state_dict:
+            names = ", ".join(sorted(self.keys)[:20])
+            raise MissingKeyError(
+                f"the checkpoint has none of the keys asked for: {names}", key=min(self.keys)
+            )
         super().set_up_planner(state_dict, metadata, is_coordinator)
         if self.keys is not None and self.strict is None:
             self.strict = False
@@ -471,6 +485,7 @@ def create_default_local_load_plan(
     *,
     refuse_unexpected: bool | None = False,
     cast: bool | None = None,
+    ignore_mismatched_sizes: bool = False,
 ) -> LoadPlan:
     """What one rank must read to fill a flat state.
 
@@ -480,12 +495,18 @@ def create_default_local_load_plan(
         strict: Raise if the checkpoint lacks a key of the state; False leaves that key out.
         refuse_unexpected: As ``strict`` of :class:`DefaultLoadPlanner`.
         cast: As for :class:`DefaultLoadPlanner`.
+        ignore_mismatched_sizes: As for :class:`DefaultLoadPlanner`.
 
     Raises:
         PlanError: Something does not fit; the error lists everything that does not.
     """
     columns = plan_load(
-        state_dict, metadata, allow_missing=not strict, refuse_unexpected=refuse_unexpected, cast=cast
+        state_dict,
+        metadata,
+        allow_missing=not strict,
+        refuse_unexpected=refuse_unexpected,
+        cast=cast,
+        ignore_mismatched_sizes=ignore_mismatched_sizes,
     )
     return LoadPlan(ReadItems(columns))
 

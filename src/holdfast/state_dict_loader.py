@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from typing_extensions import deprecated
 
@@ -12,13 +13,13 @@ from holdfast._background.running_saves import running_saves
 from holdfast._collector import paused_collector
 from holdfast._engine.adapt import adapt_load_planner, adapt_reader
 from holdfast._engine.load import run_load
-from holdfast._engine.optimizer_room import OptimizerRooms
-from holdfast._engine.stateful_objects import open_states, return_states
+from holdfast._engine.load_into import load_into
 from holdfast._io.progress import Progress, ProgressTracker
 from holdfast._ranks.group_exchange import DEFAULT_PEER_TIMEOUT, open_exchange
 from holdfast._storage_choice import choose_reader, storage_may_come_second
 from holdfast.default_planner import DefaultLoadPlanner, EmptyStateDictLoadPlanner
 from holdfast.errors import UsageError
+from holdfast.load_result import LoadResult
 from holdfast.planner import LoadPlanner
 from holdfast.storage import StorageReader
 
@@ -38,18 +39,21 @@ def load(
     strict: bool | None = None,
     cast: bool | None = None,
     allow_partial_load: bool = False,
+    ignore_mismatched_sizes: bool = False,
+    device: torch.device | str | int | None = None,
     allow_pickle: bool = False,
     safe_globals: Iterable[Callable[..., Any] | type] = (),
     peer_timeout: float = DEFAULT_PEER_TIMEOUT,
     on_progress: Callable[[Progress], object] | None = None,
-) -> None:
+) -> LoadResult:
     """Load a checkpoint into a state, in place: on every rank of the group, each its own part.
 
     It waits for saves in the background that go to the same place.
 
     Tensors are filled where they are, whatever layout the checkpoint was saved in. Other values are
     replaced in the containers that they stand in. Stateful objects, wherever they stand, get their
-    loaded state by ``load_state_dict``.
+    loaded state by ``load_state_dict``. Tensors on the meta device get memory: in a dict they are
+    replaced, in a module its parameters and buffers stay the same objects.
 
     Everything that does not fit (keys, shapes, dtypes, kinds) is reported in one error before anything is
     read or changed. Every byte read is checked. No code of the checkpoint is run.
@@ -58,7 +62,7 @@ def load(
     number of ranks loads, every rank gets the coordinator's, and the coordinator warns.
 
     Args:
-        state_dict: What to fill. Tensors must have their shape and device already.
+        state_dict: What to fill. Tensors must have their shape already. It may be empty on some ranks.
         checkpoint_id: Where from: a folder. Not needed if ``storage_reader`` knows.
         storage_reader: What to read with; by default a ``FileSystemReader`` on ``checkpoint_id``.
         planner: What decides what is read. By default a ``DefaultLoadPlanner`` with the options below. If
@@ -69,7 +73,14 @@ def load(
             ignores them, None warns if you load some keys of a group and leave out others.
         cast: What to do where dtypes differ: True casts, False raises, None casts within a kind with a
             warning and raises across kinds.
-        allow_partial_load: Leave alone what the checkpoint does not have, instead of raising.
+        allow_partial_load: Leave alone what the checkpoint does not have, instead of raising. It still raises
+            if nothing of the state is in the checkpoint, and if nothing of a group (what stands under one
+            key of the state, such as "model") is, although the checkpoint has that group or the same names
+            with another prefix.
+        ignore_mismatched_sizes: Leave alone tensors whose shape in the checkpoint differs, and log them in
+            one warning, instead of raising.
+        device: Where tensors on the meta device get their memory. None for the device of the mesh of a
+            DTensor, and for others the current accelerator, or the CPU if there is none.
         allow_pickle: Let objects be unpickled freely, running whatever code the checkpoint holds.
         safe_globals: Classes and functions that objects of the checkpoint may use.
         peer_timeout: After how many seconds without a sign of life a rank is taken for dead, and all
@@ -78,8 +89,12 @@ def load(
             this rank has read, one call at a time, from the threads that read. An exception from it stops the
             load and is raised.
 
+    Returns:
+        Which keys were loaded on this rank, which were left alone, and which others the checkpoint has.
+
     Raises:
-        UsageError: The arguments do not go together.
+        UsageError: The arguments do not go together, there is nothing to fill on any rank, or a module on the
+            meta device has tensors that no checkpoint can have, such as non-persistent buffers.
         CheckpointException: A step failed on some rank; also an instance of that failure's class, such
             as MissingKeyError, ShapeMismatchError, ChecksumError or CheckpointNotFoundError.
 
@@ -90,6 +105,8 @@ def load(
         "strict": strict,
         "cast": cast,
         "allow_partial_load": allow_partial_load,
+        "ignore_mismatched_sizes": ignore_mismatched_sizes,
+        "device": device,
         "allow_pickle": allow_pickle,
         "safe_globals": tuple(safe_globals),
     }
@@ -100,24 +117,10 @@ def load(
         if planner is not None and given:
             raise UsageError(f"give {given} to the planner that you pass, not to load")
         reader = choose_reader(storage_reader, checkpoint_id)
-        opened, found = open_states(state_dict)
         chosen = DefaultLoadPlanner(**options) if planner is None else planner  # type: ignore[arg-type]
         tracker = ProgressTracker.reporting_to(on_progress)
-        optimizers = OptimizerRooms(opened, found, allow_partial=allow_partial_load)
-        try:
-            run_load(
-                opened,
-                adapt_load_planner(chosen),
-                adapt_reader(reader),
-                exchange,
-                progress=tracker,
-                complete=optimizers.make,
-            )
-            optimizers.settle()
-        except BaseException:
-            optimizers.undo()
-            raise
-        return_states(state_dict, opened, found)
+        ports = adapt_load_planner(chosen), adapt_reader(reader)
+        return load_into(state_dict, *ports, exchange, progress=tracker)
 
 
 @deprecated("load_state_dict is deprecated: use load", category=FutureWarning)

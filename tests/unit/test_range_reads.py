@@ -88,7 +88,7 @@ def save_by_torch(state: dict[str, Any], folder: Path) -> None:
 SAVES = [save_raw, save_zstd, save_by_torch]
 
 
-def bytes_read(work: Callable[[], None]) -> int:
+def bytes_read(work: Callable[[], object]) -> int:
     """How many bytes this process asked the system for while ``work`` ran, from wherever they came."""
     before = _read_so_far()
     # Reading the counter is itself counted in the next reading.

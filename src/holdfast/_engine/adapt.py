@@ -44,6 +44,10 @@ def adapt_load_planner(planner: Any) -> LoadPlannerPort:
         ours,
         flattens=getattr(ours, "flatten_state_dict", True),
         passes_plans_on=_has_known(ours, "create_global_plan"),
+        flat_state=lambda: _flat_state_of(planner),
+        key_paths=lambda: _mapping_of(planner, "mappings") or {},
+        allows_partial=bool(getattr(planner, "allow_partial_load", False)),
+        ignores_shapes=bool(getattr(planner, "ignore_mismatched_sizes", False)),
     )
 
 
@@ -116,6 +120,16 @@ def _has_known(plugin: Any, method: str) -> bool:
 def _keep_nothing(names: Mapping[str, str]) -> dict[str, str]:
     """What stands for the method of a planner that cannot keep values for one rank."""
     return dict.fromkeys(names, "this planner cannot keep a value for each rank")
+
+
+def _flat_state_of(planner: Any) -> Mapping[str, Any] | None:
+    """The flat state of a planner that descends from a default planner, ours or torch's; None for others."""
+    return _mapping_of(planner, "state_dict") if hasattr(planner, "flatten_state_dict") else None
+
+
+def _mapping_of(planner: Any, name: str) -> Mapping[str, Any] | None:
+    found = getattr(planner, name, None)
+    return found if isinstance(found, Mapping) else None
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:

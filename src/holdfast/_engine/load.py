@@ -8,13 +8,20 @@ from holdfast._engine.per_rank_values import LoadByRank
 from holdfast._engine.ports import LoadPlannerPort, ReaderPort
 from holdfast._engine.rank_view import view_of_rank, warn_of_shared
 from holdfast._io.progress import ProgressTracker
+from holdfast._plan.group_fit import GroupFit, fit_groups, refuse_unfilled
+from holdfast._plan.load_coverage import cover
 from holdfast._ranks.exchange import Exchange
 from holdfast.errors import CheckpointNotFoundError
+from holdfast.load_result import LoadResult
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan
 
-_Need: TypeAlias = tuple[LoadPlan, Mapping[str, int]]
-"""What a rank reads; and of it what every rank gets alike though the ranks that saved differed."""
+_Told: TypeAlias = tuple[Mapping[str, int], GroupFit]
+"""What a rank tells the coordinator: the keys of which every rank gets one value though the ranks that saved
+differed; and what it found of its groups of keys."""
+
+_Need: TypeAlias = tuple[LoadPlan, _Told]
+"""What a rank reads, and what it tells of it."""
 
 
 def run_load(
@@ -25,7 +32,8 @@ def run_load(
     *,
     progress: ProgressTracker | None = None,
     complete: Callable[[Metadata], None] = lambda _: None,
-) -> None:
+    check: Callable[[Mapping[str, Any] | None, LoadResult], None] = lambda *_: None,
+) -> LoadResult:
     """Load into ``state_dict``, in place; called on every rank of the exchange.
 
     When it returns, on any rank, every rank has all that it asked for. All that can be known from the
@@ -39,6 +47,11 @@ def run_load(
         progress: Told of the bytes that are read; it may raise to stop the load.
         complete: Called on each rank with the metadata, before the planner is set up: adds to ``state_dict``
             what can only be made when the checkpoint is known.
+        check: Called before anything is read, with the flat state, or None if the planner does not say what
+            it fills, and what will be loaded. It may raise.
+
+    Returns:
+        What was done on this rank.
 
     Raises:
         CheckpointException: A step failed on some rank; the same on every rank.
@@ -48,20 +61,29 @@ def run_load(
     )
     shared = _read_shared_metadata(reader, exchange)
     by_rank: LoadByRank | None = None
+    metadata: Metadata | None = None
+    result = LoadResult()
 
     def need() -> _Need:
-        nonlocal by_rank
+        nonlocal by_rank, metadata, result
         rank, world_size = exchange.rank, exchange.group_size
-        metadata = shared or _read_rank_metadata(reader, exchange)
-        complete(metadata)
-        view = view_of_rank(metadata, rank=rank, world_size=world_size, state=state_dict)
-        by_rank = LoadByRank(state_dict, planner, view.metadata, rank=rank, world_size=world_size)
-        planner.plugin.set_up_planner(by_rank.state, view.metadata, exchange.is_coordinator)
+        stored = shared or _read_rank_metadata(reader, exchange)
+        complete(stored)
+        view = view_of_rank(stored, rank=rank, world_size=world_size, state=state_dict)
+        metadata = view.metadata
+        by_rank = LoadByRank(state_dict, planner, metadata, rank=rank, world_size=world_size)
+        planner.plugin.set_up_planner(by_rank.state, metadata, exchange.is_coordinator)
         reader.set_up(view.stored, context, use_collectives=shared is not None)
         plan = planner.plugin.create_local_plan()
-        return reader.plugin.prepare_local_plan(view.translate(plan)), view.shared_by(plan)
+        result = cover(plan, planner.flat_state(), metadata)
+        check(planner.flat_state(), result)
+        fit = _fit(by_rank.state, planner, result, metadata, is_alone=exchange.world_size == 1)
+        return reader.plugin.prepare_local_plan(view.translate(plan)), (view.shared_by(plan), fit)
 
-    plan = _plan(need, planner, reader, exchange)
+    plan, is_changed = _plan(need, planner, reader, exchange)
+    assert metadata is not None
+    if is_changed:
+        result = cover(plan, planner.flat_state(), metadata)
 
     read_together: Callable[[], None] | None = None
     if exchange.world_size > 1 and reader.read_together is not None:
@@ -79,29 +101,58 @@ def run_load(
         by_rank.finish()
 
     exchange.agree("read", read, lambda _: None)
+    return result
 
 
 def _plan(
     need: Callable[[], _Need], planner: LoadPlannerPort, reader: ReaderPort, exchange: Exchange
-) -> LoadPlan:
-    """What this rank reads, once all ranks know what they need."""
+) -> tuple[LoadPlan, bool]:
+    """What this rank reads, once all ranks know what they need; and whether that may have been changed."""
+
+    def compare(ranks: list[_Told]) -> None:
+        refuse_unfilled([fit for _, fit in ranks])
+        warn_of_shared([common for common, _ in ranks], exchange.group_size)
+
     if planner.passes_plans_on and reader.passes_plans_on:
         mine: list[LoadPlan] = []
 
-        def keep_plan() -> Mapping[str, int]:
-            plan, common = need()
+        def keep_plan() -> _Told:
+            plan, told = need()
             mine.append(plan)
-            return common
+            return told
 
-        exchange.agree("plan", keep_plan, lambda ranks: warn_of_shared(ranks, exchange.group_size))
-        return mine[0]
+        exchange.agree("plan", keep_plan, compare)
+        return mine[0], False
 
     def merge(needs: list[_Need]) -> list[LoadPlan]:
+        compare([told for _, told in needs])
         plans = planner.plugin.create_global_plan([plan for plan, _ in needs])
-        warn_of_shared([common for _, common in needs], exchange.group_size)
         return reader.plugin.prepare_global_plan(plans)
 
-    return exchange.decide("plan", need, merge)
+    return exchange.decide("plan", need, merge), True
+
+
+def _fit(
+    state_dict: dict[str, Any],
+    planner: LoadPlannerPort,
+    result: LoadResult,
+    metadata: Metadata,
+    *,
+    is_alone: bool,
+) -> GroupFit:
+    """What this rank found, for the coordinator to compare with what the others found."""
+    state = planner.flat_state()
+    stored = metadata.state_dict_metadata
+    if state is None or not stored:
+        return GroupFit()
+    if not state and not result.loaded:
+        # A module without parameters has nothing to fill. If the checkpoint has something there, it is amiss.
+        roots = {str(root) for root in state_dict}
+        return GroupFit(asks=bool(roots) and not any(key.partition(".")[0] in roots for key in stored))
+    may_leave_out = planner.allows_partial or planner.ignores_shapes
+    if not may_leave_out or (is_alone and not result.left_alone):
+        return GroupFit()
+    return fit_groups(result, planner.key_paths(), stored.keys())
 
 
 def _read_shared_metadata(reader: ReaderPort, exchange: Exchange) -> Metadata | None:

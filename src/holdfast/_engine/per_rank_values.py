@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from holdfast._engine.meta_modules import MetaTensors
 from holdfast._engine.ports import LoadPlannerPort, SavePlannerPort
 from holdfast._engine.saved_by_rank import ABSENT, Path, find, flat, has_value, saved_places
 from holdfast._engine.stateful_objects import OpenedState, entries_of, open_states, return_states
@@ -110,6 +111,7 @@ class _Place:
         opened: Its value under "value", with the Stateful objects that are in ``found`` replaced.
         slots: The dict in its place: names of ranks with the values that are to be filled. None if the value
             itself is in its place, because the checkpoint has one for all ranks there.
+        on_meta: Those of ``found`` that have tensors on the meta device.
         saved_by: How many ranks saved, if it is to be made by its rule; else None.
     """
 
@@ -118,6 +120,7 @@ class _Place:
     opened: dict[Any, Any]
     found: list[OpenedState]
     slots: dict[str, Any] | None
+    on_meta: MetaTensors
     saved_by: int | None = None
 
 
@@ -170,7 +173,7 @@ class LoadByRank:
         slots: dict[str, Any] | None = {rank_name(self.rank, self.world_size): opened["value"]}
         if flat(path) not in self._saved and has_value(flat(path), self._metadata):
             slots = None
-        self._places.append(_Place(owner, path, opened, found, slots))
+        self._places.append(_Place(owner, path, opened, found, slots, MetaTensors(found)))
         return opened["value"] if slots is None else slots
 
     def _problems(self) -> list[tuple[str, str]]:
@@ -232,6 +235,7 @@ class LoadByRank:
         """
         for place in self._places:
             if place.saved_by is not None:
+                place.on_meta.materialise()
                 assert place.owner.resize is not None
                 assert place.slots is not None
                 values = list(place.slots.values())
@@ -243,6 +247,7 @@ class LoadByRank:
                 place.opened["value"] = find(self.state, place.path)
             else:
                 place.opened["value"] = place.slots[rank_name(self.rank, self.world_size)]
+            place.on_meta.materialise()
             return_states(holder, place.opened, place.found)
             place.owner.value = holder["value"]
         copies = {id(copy) for _, copy in self._walk.copies}

@@ -52,11 +52,20 @@ class LoadPlannerPort:
         plugin: The planner, as storages get it; the engine calls its methods.
         flattens: Whether it gives each value of a nested state a key of its own.
         passes_plans_on: Whether ``create_global_plan`` returns the plans as they are.
+        flat_state: Returns the flat state that the planner fills, or None if it does not say. Called after
+            ``create_local_plan``.
+        key_paths: Returns the paths of the keys of the flat state, as far as they are known.
+        allows_partial: Whether it was told to leave alone keys that the checkpoint does not have.
+        ignores_shapes: Whether it was told to leave alone tensors of another shape.
     """
 
     plugin: LoadPlanner
     flattens: bool
     passes_plans_on: bool
+    flat_state: Callable[[], Mapping[str, Any] | None]
+    key_paths: Callable[[], Mapping[str, Any]]
+    allows_partial: bool
+    ignores_shapes: bool
 
 
 @dataclass

@@ -8,13 +8,14 @@ import torch
 
 from holdfast._format.description import OBJECT
 from holdfast._plan.fit_report import FitReport
+from holdfast._plan.load_coverage import is_of_another_rank, own_places
 from holdfast._plan.metadata_entries import description_of, directory_of, dtypes_of, is_one_whole_chunk
 from holdfast._plan.read_columns import ReadColumns
 from holdfast._plan.reshard import fill_tensor
 from holdfast._tensors.chunks import dtype_of, global_shape, is_tensor, local_parts, refuse_undescribable
 from holdfast.errors import PlanError
 from holdfast.metadata import Metadata
-from holdfast.per_rank import KEPT, rank_key
+from holdfast.per_rank import KEPT
 
 logger = logging.getLogger(__name__)
 _MOST_NAMED = 20
@@ -27,10 +28,11 @@ def plan_load(
     allow_missing: bool,
     refuse_unexpected: bool | None,
     cast: bool | None,
+    ignore_mismatched_sizes: bool = False,
 ) -> ReadColumns:
     """What is to be read to fill a flat state, once it is known that everything fits.
 
-    The last three say how closely it must fit; see ``DefaultLoadPlanner`` for their meanings.
+    The last four say how closely it must fit; see ``DefaultLoadPlanner`` for their meanings.
 
     Raises:
         PlanError: Something does not fit; it lists everything that does not, over all keys.
@@ -39,6 +41,7 @@ def plan_load(
     directory, dtypes = directory_of(metadata), dtypes_of(metadata)
     columns = ReadColumns(directory)
     report, narrowed, sharded = FitReport(), list[str](), list[tuple[str, int]]()
+    mismatched = list[str]()
     numbers, kinds, strided = directory.numbers, directory.kinds, torch.strided
     shape_at, shapes, row = directory.shape_at, directory.shapes, directory.row
     properties, size = directory.properties, torch.Size
@@ -69,6 +72,11 @@ def plan_load(
             add_key(key)
             add_row(row[number])
             continue
+        if ignore_mismatched_sizes and is_tensor(value) and global_shape(value) != size(shape):
+            mismatched.append(
+                f"{key} has {tuple(shape)} in the checkpoint, {tuple(global_shape(value))} here"
+            )
+            continue
         _check_tensor(key, size(shape), dtypes[properties[number]], value, cast, report, narrowed)
         sharded.append((key, number))
     if refuse_unexpected is not False:
@@ -76,6 +84,12 @@ def plan_load(
     report.raise_if_any()
     for key, number in sharded:
         fill_tensor(columns, key, number, state[key])
+    if mismatched:
+        logger.warning(
+            "%d tensors are left as they are, because their shapes differ: %s",
+            len(mismatched),
+            _listed(mismatched, "; "),
+        )
     if narrowed:
         warnings.warn(
             f"tensors are cast on load: {_listed(narrowed, '; ')}. cast=True says it is meant, cast=False "
@@ -148,9 +162,9 @@ def _check_unexpected(
     # What was kept for single ranks is only for those who ask for it by name.
     unexpected = [k for k in metadata.state_dict_metadata if k not in state and not k.startswith(KEPT)]
     # What other ranks saved for themselves is not for this one, where it loads its own.
-    own = {told.place for key in state if (told := rank_key(key)) is not None}
+    own = own_places(state)
     if own:
-        unexpected = [key for key in unexpected if (told := rank_key(key)) is None or told.place not in own]
+        unexpected = [key for key in unexpected if not is_of_another_rank(key, own)]
     if refuse:
         for key in unexpected:
             problem = "is in the checkpoint, but not in the state; strict=False ignores it"

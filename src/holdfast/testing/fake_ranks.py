@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from holdfast._engine.adapt import adapt_load_planner, adapt_reader, adapt_save_planner, adapt_writer
-from holdfast._engine.load import run_load
+from holdfast._engine.load_into import load_into
 from holdfast._engine.save import run_save
-from holdfast._engine.stateful_objects import open_states, return_states
+from holdfast._engine.stateful_objects import open_states
 from holdfast._storage_choice import choose_reader, choose_writer
 from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from holdfast.load_result import LoadResult
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlanner, SavePlanner
 from holdfast.storage import StorageReader, StorageWriter
@@ -154,17 +155,15 @@ class FakeRank:
         checkpoint_id: str | os.PathLike[str] | None = None,
         storage_reader: StorageReader | None = None,
         planner: LoadPlanner | None = None,
-    ) -> None:
+    ) -> LoadResult:
         """This rank's part of ``holdfast.load``; every rank must call it."""
         with self.open_exchange() as exchange:
-            opened, found = open_states(state_dict)
-            run_load(
-                opened,
+            return load_into(
+                state_dict,
                 adapt_load_planner(DefaultLoadPlanner() if planner is None else planner),
                 adapt_reader(choose_reader(storage_reader, checkpoint_id)),
                 exchange,
             )
-        return_states(state_dict, opened, found)
 
     def mesh(
         self, *shape: int, ranks: Sequence[Any] | None = None, names: tuple[str, ...] | None = None

@@ -1,0 +1,56 @@
+"""A load into a state with Stateful objects in it: opened before, given what was loaded after."""
+
+from typing import Any
+
+from holdfast._engine.load import run_load
+from holdfast._engine.meta_modules import MetaTensors
+from holdfast._engine.optimizer_room import OptimizerRooms
+from holdfast._engine.ports import LoadPlannerPort, ReaderPort
+from holdfast._engine.stateful_objects import open_states, return_states
+from holdfast._io.progress import ProgressTracker
+from holdfast._ranks.exchange import Exchange
+from holdfast.errors import UsageError
+from holdfast.load_result import LoadResult
+
+
+def load_into(
+    state_dict: dict[str, Any],
+    planner: LoadPlannerPort,
+    reader: ReaderPort,
+    exchange: Exchange,
+    *,
+    progress: ProgressTracker | None = None,
+) -> LoadResult:
+    """Load into ``state_dict``, in place, as :func:`run_load`; Stateful objects get their loaded state.
+
+    Modules on the meta device get memory, and optimizers that have not taken a step get their state.
+
+    Raises:
+        UsageError: There is no state.
+        CheckpointException: A step failed on some rank; the same on every rank.
+    """
+    if state_dict is None:
+        raise UsageError(
+            "the state to load into is None; give a dict with what to fill, such as {'model': model}"
+        )
+    opened, found = open_states(state_dict)
+    on_meta = MetaTensors(found)
+    optimizers = OptimizerRooms(opened, found, allow_partial=planner.allows_partial)
+    try:
+        result = run_load(
+            opened,
+            planner,
+            reader,
+            exchange,
+            progress=progress,
+            complete=optimizers.make,
+            check=on_meta.check,
+        )
+        on_meta.materialise()
+        optimizers.settle()
+    except BaseException:
+        optimizers.undo()
+        raise
+    return_states(state_dict, opened, found)
+    on_meta.check_after()
+    return result
