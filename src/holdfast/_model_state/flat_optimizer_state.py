@@ -1,0 +1,80 @@
+"""The flattened form of an optimizer's state dict: one dict, with the name of a parameter in each key."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+STATE, GROUPS, PARAMS, PARAM_NAMES = "state", "param_groups", "params", "param_names"
+"""The keys of an optimizer's state dict."""
+
+
+def flattened(states: Mapping[Any, Any], groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The flat dict; every parameter has all options of its group.
+
+    A group without parameters leaves no trace in it.
+    """
+    found: dict[str, Any] = {}
+    for name, state in states.items():
+        found.update(_leaves(f"{STATE}.{name}", state))
+    for group in groups:
+        names = group[PARAMS]
+        options = {key: value for key, value in group.items() if key != PARAMS}
+        own_names = options.pop(PARAM_NAMES, None)
+        for place, name in enumerate(names):
+            for option, value in options.items():
+                found[f"{GROUPS}.{name}.{option}"] = value
+            if own_names is not None:
+                # The list of the whole group under every parameter would be as long as their number squared.
+                found[f"{GROUPS}.{name}.{PARAM_NAMES}"] = [own_names[place]]
+    return found
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for inner, one in value.items():
+            yield from _leaves(f"{key}.{inner}", one)
+    else:
+        yield key, value
+
+
+def unflattened(
+    flat: Mapping[str, Any], current: Mapping[str, Mapping[Any, Any]]
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The state and the options of each parameter.
+
+    Args:
+        flat: The flat dict. Entries of parameters that are not in ``current`` are left out.
+        current: The state that each parameter has now, by name. Keys that were no strings get their type back
+            if they are in it.
+    """
+    states: dict[str, Any] = {}
+    options: dict[str, dict[str, Any]] = {}
+    for key, value in flat.items():
+        kind, _, rest = key.partition(".")
+        name = _known_name(rest, current)
+        if name is None:
+            continue
+        entry = rest[len(name) + 1 :]
+        if kind == GROUPS:
+            options.setdefault(name, {})[entry] = value
+        elif kind == STATE:
+            _put(states.setdefault(name, {}), current[name], entry, value)
+    return states, options
+
+
+def _known_name(rest: str, names: Collection[str]) -> str | None:
+    """The parameter at the beginning of a key: the longest one, and there is more of the key behind it."""
+    end = rest.rfind(".")
+    while end > 0 and rest[:end] not in names:
+        end = rest.rfind(".", 0, end)
+    return rest[:end] if end > 0 else None
+
+
+def _put(state: dict[Any, Any], template: Mapping[Any, Any], entry: str, value: Any) -> None:
+    keys = {str(key): key for key in template} if template else {}
+    if entry in keys or "." not in entry:
+        state[keys.get(entry, entry)] = value
+        return
+    first, _, rest = entry.partition(".")
+    key = keys.get(first, first)
+    inner = template.get(key)
+    _put(state.setdefault(key, {}), inner if isinstance(inner, dict) else {}, rest, value)

@@ -1,0 +1,272 @@
+"""The state dict of a model, read and set under names that do not depend on what wraps the model."""
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.nn.parameter import is_lazy
+
+from holdfast._model_state.module_loading import ModuleLoading
+from holdfast._model_state.parameter_names import ModelNames, frozen_names
+from holdfast._model_state.patched_methods import unpatched_method
+from holdfast._model_state.rank0_broadcast import SentState, SentTensor
+from holdfast._model_state.state_dict_options import StateDictOptions
+from holdfast._model_state.whole_tensors import delivered, fill, is_left_to_rank0, shared_out
+
+IncompatibleKeys: TypeAlias = _IncompatibleKeys
+
+
+@torch.no_grad()
+def read_model(
+    model: nn.Module, submodules: Iterable[nn.Module] | None, options: StateDictOptions
+) -> dict[str, Any]:
+    """What ``model.state_dict()`` has, by name; the module's versions (``_metadata``) go with it."""
+    names = ModelNames(model)
+    own = unpatched_method(model, "state_dict")()
+    found = {names.name_of(key): value for key, value in own.items()}
+    if len(found) != len(own):
+        raise RuntimeError(_same_names(names, own))
+    if submodules:
+        found = _of_submodules(found, model, set(submodules), names, options)
+    if options.ignore_frozen_params:
+        for name in frozen_names(model):
+            found.pop(name, None)
+    if is_left_to_rank0(options):
+        delivered(found, options)
+        return {}
+    result: OrderedDict[str, Any] = OrderedDict(delivered(found, options))
+    versions = getattr(own, "_metadata", None)
+    if versions is not None:
+        vars(result)["_metadata"] = OrderedDict(
+            (names.name_of_module(path), version) for path, version in versions.items()
+        )
+    return result
+
+
+def _same_names(names: ModelNames, keys: Iterable[str]) -> str:
+    seen: dict[str, str] = {}
+    for key in keys:
+        if (other := seen.setdefault(names.name_of(key), key)) != key:
+            return f"the state dict of the model has two keys of one name: {other} and {key}"
+    raise AssertionError("the names differ")
+
+
+def _of_submodules(
+    found: dict[str, Any],
+    model: nn.Module,
+    submodules: set[nn.Module],
+    names: ModelNames,
+    options: StateDictOptions,
+) -> dict[str, Any]:
+    paths = [path for path, module in model.named_modules(remove_duplicate=False) if module in submodules]
+    prefixes = tuple({f"{names.name_of_module(path)}.".removeprefix(".") for path in paths})
+    kept = {name: value for name, value in found.items() if name.startswith(prefixes)}
+    if options.keep_submodule_prefixes:
+        return kept
+    return {
+        name.removeprefix(prefix): value
+        for prefix in prefixes
+        for name, value in kept.items()
+        if name.startswith(prefix)
+    }
+
+
+def names_of_submodules(model: nn.Module, state: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """A state dict with modules as keys, and their state dicts as values, as one state dict of the model."""
+    if not any(isinstance(key, nn.Module) for key in state):
+        return state
+    warnings.warn(
+        "Passing model_state_dict as a dict from modules to their state dicts is deprecated in torch; pass "
+        "one dict with the names of the whole model",
+        FutureWarning,
+        stacklevel=3,
+    )
+    names = ModelNames(model)
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{names.name_of_module(path)}.".removeprefix(".")
+        found |= {f"{prefix}{name}": value for name, value in state.get(module, {}).items()}
+    return found
+
+
+@torch.no_grad()
+def set_model(model: nn.Module, state: Mapping[str, Any], options: StateDictOptions) -> IncompatibleKeys:
+    """Load ``state`` into the model by ``model.load_state_dict``; ``state`` stays as it is."""
+    names = ModelNames(model)
+    targets = _own_tensors(model)
+    if options.full_state_dict:
+        device = _one_device(targets)
+        needs_memory = any(isinstance(one, torch.Tensor) and one.is_meta for one in targets.values())
+    else:
+        device, needs_memory = None, False
+    loading = _Loading(names, targets, device, assign=needs_memory)
+    if options.broadcast_from_rank0:
+        _receive(SentState(dict(state), device), loading)
+    else:
+        for name, value in state.items():
+            loading.take(name, value)
+    if options.ignore_frozen_params:
+        for name in frozen_names(model) & loading.keys.keys():
+            loading.values.setdefault(loading.keys[name], targets[loading.keys[name]])
+    return _load(model, state, loading, options)
+
+
+def _own_tensors(model: nn.Module) -> dict[str, Any]:
+    """The model's own state dict, with the parameters themselves where they are in it."""
+    state_dict = unpatched_method(model, "state_dict")
+    has_own = type(model).state_dict is not nn.Module.state_dict
+    own: dict[str, Any] = state_dict() if has_own else state_dict(keep_vars=True)
+    return own
+
+
+def _one_device(targets: Mapping[str, Any]) -> torch.device | None:
+    """The device of the model's tensors; None if all are on the meta device."""
+    tensors = [one for one in targets.values() if isinstance(one, torch.Tensor) and not is_lazy(one)]
+    devices = {one.device for one in tensors if one.dim() > 0}
+    devices.discard(torch.device("meta"))
+    if len(devices) > 1:
+        raise ValueError(f"Multiple devices found in the model: {', '.join(sorted(map(str, devices)))}")
+    return next(iter(devices), None)
+
+
+class _Loading:
+    """What is handed to ``load_state_dict``, by the keys of the model.
+
+    Whole values go into sharded tensors directly, one after the other, so that no second copy of the model is
+    ever there. A tensor on the meta device gets memory; tied ones get the same.
+
+    Attributes:
+        keys: The key in the model's own state dict for each of its names.
+        values: What to load, by key.
+        given: The name that the caller used for each key.
+    """
+
+    def __init__(
+        self, names: ModelNames, targets: dict[str, Any], device: torch.device | None, *, assign: bool
+    ) -> None:
+        self.keys = {names.name_of(key): key for key in targets}
+        self.values: dict[str, Any] = {}
+        self.given: dict[str, str] = {}
+        self.assign = assign
+        self.names = names
+        self._targets = targets
+        self._device = device
+        self._made: dict[int, torch.Tensor] = {}
+
+    def key_for(self, name: str) -> str:
+        """The key under which to load what the caller calls ``name``, which may be the key itself."""
+        found = self.keys.get(name)
+        if found is None and name in self._targets:
+            return name
+        return self.names.key_of(name) if found is None else found
+
+    def take(self, name: str, value: Any) -> None:
+        """Load ``value``, which stays the caller's."""
+        key = self.key_for(name)
+        self.given[key] = name
+        target = self._targets.get(key)
+        is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        into_shards = isinstance(target, DTensor) and is_whole
+        if is_whole and self.fits(key, value.shape) and (into_shards or self.assign):
+            value = self.placed(key, value)
+        self.values[key] = value
+
+    def has(self, key: str) -> bool:
+        """Whether the model has an entry of that key."""
+        return key in self._targets
+
+    def fits(self, key: str, shape: torch.Size) -> bool:
+        """Whether the model has a tensor of that key and shape."""
+        target = self._targets.get(key)
+        return isinstance(target, torch.Tensor) and not is_lazy(target) and target.shape == shape
+
+    def placed(self, key: str, whole: torch.Tensor) -> torch.Tensor:
+        """The model's own tensor, filled, or the one that takes its place if it has no memory."""
+        target: torch.Tensor = self._targets[key]
+        if not target.is_meta:
+            fill(target, whole)
+            return target
+        if id(target) not in self._made:
+            made = self._with_memory(target, whole)
+            if isinstance(target, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=target.requires_grad)
+            self._made[id(target)] = made
+        return self._made[id(target)]
+
+    def _with_memory(self, target: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        if isinstance(target, DTensor):
+            kind = target.device_mesh.device_type
+            device = self._device if self._device is not None else torch.device(kind)
+            return shared_out(whole, target, device)
+        return whole.detach().to(self._device or whole.device, copy=True)
+
+
+def _receive(sent: SentState, loading: _Loading) -> None:
+    """Take the values of rank 0, tensor by tensor.
+
+    Ranks may have different models, as the stages of a pipeline are. A key that another rank has a place for
+    is not unexpected here.
+    """
+    keys = {name: loading.key_for(name) for name in sent.tree}
+    without_place = {name for name, key in keys.items() if not loading.has(key)}
+    unexpected = set.intersection(*sent.agree(None, without_place))
+    by_number: dict[int, str] = {}
+    for name, value in sent.tree.items():
+        key = keys[name]
+        if isinstance(value, SentTensor):
+            by_number[value.number] = key
+        if name in without_place and name not in unexpected:
+            continue
+        loading.given[key] = name
+        is_tensor = isinstance(value, SentTensor)
+        # If no place fits, load_state_dict reports it. It looks only at the shape.
+        loading.values[key] = (
+            torch.empty(value.shape, dtype=value.dtype, device="meta") if is_tensor else value
+        )
+    for form, tensor in sent.tensors():
+        key = by_number[form.number]
+        if loading.fits(key, form.shape):
+            loading.values[key] = loading.placed(key, tensor)
+
+
+def _load(
+    model: nn.Module, state: Mapping[str, Any], loading: _Loading, options: StateDictOptions
+) -> IncompatibleKeys:
+    versions = getattr(state, "_metadata", None)
+    if versions is not None:
+        paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+        by_path = {path: versions.get(loading.names.name_of_module(path)) for path in paths}
+        versions = {path: one for path, one in by_path.items() if one is not None}
+    values: OrderedDict[str, Any] = OrderedDict(loading.values)
+    if versions is not None:
+        vars(values)["_metadata"] = versions
+    if type(model).load_state_dict is not nn.Module.load_state_dict:
+        # Only passed where it is needed: methods of users may not know it.
+        more: dict[str, Any] = {"assign": True} if loading.assign else {}
+        result = unpatched_method(model, "load_state_dict")(values, strict=options.strict, **more)
+        return result if isinstance(result, _IncompatibleKeys) else _IncompatibleKeys([], [])
+    done = ModuleLoading(versions, assign=loading.assign)
+    done.load(model, values)
+    keys = _IncompatibleKeys(
+        [loading.names.name_of(key) for key in done.missing],
+        [loading.given.get(key) or loading.names.name_of(key) for key in done.unexpected],
+    )
+    if done.errors or (options.strict and (keys.missing_keys or keys.unexpected_keys)):
+        raise RuntimeError(_misfit(model, keys, done.errors, options))
+    return keys
+
+
+def _misfit(model: nn.Module, found: IncompatibleKeys, errors: list[str], options: StateDictOptions) -> str:
+    lines = [f"The state dict does not fit the {type(model).__name__}. Everything else was loaded."]
+    if options.strict and found.missing_keys:
+        lines.append(f"Missing key(s): {', '.join(found.missing_keys)}.")
+    if options.strict and found.unexpected_keys:
+        lines.append(f"Unexpected key(s): {', '.join(found.unexpected_keys)}.")
+    if options.strict and not errors:
+        lines.append("To load anyway, use StateDictOptions(strict=False).")
+    return "\n\t".join([*lines, *errors])

@@ -1,0 +1,197 @@
+"""State dicts of optimizers, in every form that they come in, set into optimizers."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from holdfast._model_state.exact_load import ParameterNumbers, load_exactly
+from holdfast._model_state.flat_optimizer_state import GROUPS, PARAM_NAMES, PARAMS, STATE, unflattened
+from holdfast._model_state.optimizer_state_dict import NamedOptimizer, named_optimizers
+from holdfast._model_state.optimizer_tensors import placed_state, received_states
+from holdfast._model_state.rank0_broadcast import SentState
+from holdfast._model_state.state_dict_options import StateDictOptions
+from holdfast._model_state.whole_tensors import changed_leaves
+
+
+@dataclass
+class _SavedOptimizers:
+    """A state dict of optimizers by name, whatever its form was.
+
+    Attributes:
+        states: What was kept for each parameter; no entry if nothing was.
+        groups: The options of each group.
+        group_of: The place in ``groups`` for each parameter that any optimizer had.
+        empty: The places of groups without parameters.
+        others: What was kept under keys that are no parameters.
+    """
+
+    states: dict[Any, Any]
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    group_of: dict[Any, int] = field(default_factory=dict)
+    empty: list[int] = field(default_factory=list)
+    others: dict[Any, Any] = field(default_factory=dict)
+
+    def known_name(self, names: Iterable[str]) -> str | None:
+        """The first of a parameter's names that was saved."""
+        return next((name for name in names if name in self.group_of or name in self.states), None)
+
+
+@torch.no_grad()
+def set_optimizers(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    state_dict: Mapping[str, Any],
+    options: StateDictOptions,
+) -> None:
+    """Load the state dict into the optimizers. If it does not fit, nothing is changed."""
+    named = named_optimizers(model, optimizers, options)
+    if not options.broadcast_from_rank0:
+        for one, loaded in _fitted(named, _read(state_dict, named), options):
+            load_exactly(one.optimizer, loaded)
+        return
+    devices = (parameter.device for one in named for parameter in one.parameters)
+    sent = SentState(dict(state_dict), next(devices, None))
+    problem, fitted = None, []
+    try:
+        fitted = _fitted(named, _read(sent.tree, named), options)
+    except (RuntimeError, ValueError, TypeError, KeyError) as error:
+        problem = error
+    sent.agree(problem)
+    received = received_states(sent, fitted)
+    for one, loaded in received:
+        load_exactly(one.optimizer, loaded)
+
+
+def _read(state_dict: Mapping[str, Any], named: Sequence[NamedOptimizer]) -> _SavedOptimizers:
+    if STATE not in state_dict and GROUPS not in state_dict:
+        current = {
+            name: one.state_of(number)
+            for one in named
+            for number, names in enumerate(one.names)
+            for name in names
+        }
+        states, options = unflattened(state_dict, current)
+        group_of = {name: place for place, name in enumerate(options)}
+        return _SavedOptimizers(states, list(options.values()), group_of)
+    groups = state_dict.get(GROUPS, [])
+    numbers = [number for group in groups for number in group[PARAMS]]
+    if numbers and all(isinstance(number, int) for number in numbers):
+        renamed = _names_of_numbers(groups, numbers, named)
+    else:
+        renamed = {name: name for name in numbers}
+    found = _SavedOptimizers({})
+    for place, group in enumerate(groups):
+        found.groups.append({key: value for key, value in group.items() if key != PARAMS})
+        found.group_of.update(dict.fromkeys([renamed[one] for one in group[PARAMS]], place))
+        if not group[PARAMS]:
+            found.empty.append(place)
+    for key, state in state_dict.get(STATE, {}).items():
+        is_parameter = key in renamed or not groups
+        (found.states if is_parameter else found.others)[renamed.get(key, key)] = state
+    return found
+
+
+def _names_of_numbers(
+    groups: Sequence[Mapping[str, Any]], numbers: Sequence[int], named: Sequence[NamedOptimizer]
+) -> dict[Any, Any]:
+    """The names for the numbers of ``optimizer.state_dict()``, which count the parameters in their order."""
+    if len(named) != 1:
+        raise ValueError(
+            "a state dict with numbers instead of names belongs to one optimizer; it cannot be set into "
+            f"{len(named)}"
+        )
+    saved = [len(group[PARAMS]) for group in groups]
+    own = [len(group[PARAMS]) for group in named[0].optimizer.param_groups]
+    if saved != own:
+        raise ValueError(
+            f"a state dict with numbers instead of names needs groups of the same sizes: it has {saved}, the "
+            f"optimizer {own}"
+        )
+    return dict(zip(numbers, (names[0] for names in named[0].names), strict=True))
+
+
+def _fitted(
+    named: Sequence[NamedOptimizer], saved: _SavedOptimizers, options: StateDictOptions
+) -> list[tuple[NamedOptimizer, dict[str, Any]]]:
+    """For each optimizer the state dict to load, with numbers.
+
+    Raises:
+        RuntimeError: A parameter that requires gradients is not known, and the options say strict.
+        ValueError: There is a state that belongs to no parameter, and more than one optimizer.
+    """
+    chosen = [[saved.known_name(names) for names in one.names] for one in named]
+    missing = [
+        one.names[number][0]
+        for one, names in zip(named, chosen, strict=True)
+        for number, name in enumerate(names)
+        if name is None and one.parameters[number].requires_grad
+    ]
+    if missing and options.strict:
+        raise RuntimeError(
+            f"Missing optimizer state for parameter(s) {', '.join(missing)}: they are in no group of the "
+            "state dict. They were added after it was made, or have other names. To leave their state as it "
+            "is, use StateDictOptions(strict=False)."
+        )
+    if saved.others and len(named) > 1:
+        raise ValueError(
+            f"it is not known which optimizer has the state under {', '.join(map(str, saved.others))}"
+        )
+    empty = list(saved.empty)
+    return [
+        (one, _numbered(one, names, saved, empty, is_whole=options.full_state_dict))
+        for one, names in zip(named, chosen, strict=True)
+    ]
+
+
+def _numbered(
+    one: NamedOptimizer,
+    names: Sequence[str | None],
+    saved: _SavedOptimizers,
+    empty: list[int],
+    *,
+    is_whole: bool,
+) -> dict[str, Any]:
+    states: dict[Any, Any] = {}
+    for number, (name, parameter) in enumerate(zip(names, one.parameters, strict=True)):
+        current = one.state_of(number)
+        if name is None:
+            state: Any = current
+        else:
+            state = saved.states.get(name)
+            if is_whole and isinstance(parameter, DTensor):
+                state = placed_state(state, None, parameter, current)
+            if one.shared[number] and name != one.names[number][0]:
+                state = changed_leaves(state, _own_copy)
+        if state:
+            states[number] = state
+    groups, begin = [], 0
+    for group in one.optimizer.param_groups:
+        numbers = ParameterNumbers(range(begin, begin + len(group[PARAMS])))
+        begin += len(numbers)
+        known = [names[number] for number in numbers if names[number] is not None]
+        place = _place_of_group(known, saved, empty, is_empty=not numbers)
+        options = {} if place is None else dict(saved.groups[place])
+        if PARAM_NAMES in group:
+            # They belong to the parameters of this optimizer, in its order.
+            options.pop(PARAM_NAMES, None)
+        now = {key: value for key, value in group.items() if key != PARAMS}
+        groups.append({**now, **options, PARAMS: numbers})
+    return {STATE: {**states, **saved.others}, GROUPS: groups}
+
+
+def _place_of_group(
+    known: Sequence[str | None], saved: _SavedOptimizers, empty: list[int], *, is_empty: bool
+) -> int | None:
+    """The saved group whose options a group gets: that of its first parameter; empty ones in their order."""
+    if is_empty:
+        return empty.pop(0) if empty else None
+    return next((saved.group_of[name] for name in known if name in saved.group_of), None)
+
+
+def _own_copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
