@@ -1,15 +1,15 @@
 """State dicts of models and optimizers, under torch's names: names that no wrapper changes, and exact values.
 
-The functions are those of ``torch.distributed.checkpoint.state_dict``, with the same arguments. They differ where
-torch's change what they read or lose values:
+The functions are those of ``torch.distributed.checkpoint.state_dict``, with the same arguments. They differ
+where torch's change what they read or lose values:
 
 - Reading never changes anything. No step is taken, so an optimizer that has not stepped yet has no state to
   read. ``holdfast.load`` makes the state that is missing, from the checkpoint.
 - Setting restores every value with the dtype that it was saved with, also for frozen parameters.
 
-They read and set models that are plain, or wrapped in DistributedDataParallel, ``torch.compile`` or activation
-checkpointing, or sharded by ``fully_shard`` or ``parallelize_module``, in any combination. Models of
-FullyShardedDataParallel, FSDP's first version, go through torch's own helpers.
+They read and set models that are plain, or wrapped in DistributedDataParallel, ``torch.compile`` or
+activation checkpointing, or sharded by ``fully_shard`` or ``parallelize_module``, in any combination. Models
+of FullyShardedDataParallel, FSDP's first version, go through torch's own helpers.
 """
 
 import functools
@@ -59,8 +59,8 @@ def get_model_state_dict(
 ) -> dict[str, Any]:
     """Return what ``model.state_dict()`` has, by names that do not depend on how the model is wrapped.
 
-    The tensors are those of the model, unless the options ask for whole tensors or for the CPU. All ranks must
-    call it if ``full_state_dict`` is True and tensors are sharded.
+    The tensors are those of the model, unless the options ask for whole tensors or for the CPU. All ranks
+    must call it if ``full_state_dict`` is True and tensors are sharded.
 
     Args:
         model: The whole model. Its state-dict hooks, and its own ``state_dict`` if it has one, are used.
@@ -99,8 +99,8 @@ def get_optimizer_state_dict(
     No step is taken, and nothing is made that is not there. ``holdfast.load`` into the result also loads what
     the checkpoint has and the optimizers do not have yet.
 
-    A tied parameter has the first of its names. If several optimizers have a parameter, its name in the second
-    one ends with ``@2``.
+    A tied parameter has the first of its names. If several optimizers have a parameter, its name in the
+    second one ends with ``@2``.
 
     Args:
         model: The whole model.
@@ -109,8 +109,8 @@ def get_optimizer_state_dict(
         options: See ``StateDictOptions``.
 
     Returns:
-        A dict with ``state`` (by name) and ``param_groups`` (with names as ``params``), or a flat one. You may
-        change it; only its tensors are those of the optimizers.
+        A dict with ``state`` (by name) and ``param_groups`` (with names as ``params``), or a flat one. You
+        may change it; only its tensors are those of the optimizers.
 
     Raises:
         ValueError: A parameter of an optimizer is not in the model, or the options contradict each other.
@@ -135,7 +135,10 @@ def get_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return ``get_model_state_dict`` and ``get_optimizer_state_dict``; the second is empty without optimizers."""
+    """Return the results of ``get_model_state_dict`` and ``get_optimizer_state_dict``.
+
+    The second one is empty if there are no optimizers.
+    """
     listed = as_tuple(optimizers)
     model_state = get_model_state_dict(model, submodules=submodules, options=options)
     return model_state, get_optimizer_state_dict(model, listed, options=options) if listed else {}
@@ -161,8 +164,8 @@ def set_model_state_dict(
         The missing and the unexpected keys, by name.
 
     Raises:
-        RuntimeError: Keys are missing or unexpected, and ``strict`` is True; or shapes differ. Everything else
-            has been loaded then.
+        RuntimeError: Keys are missing or unexpected, and ``strict`` is True; or shapes differ. Everything
+            else has been loaded then.
         ValueError: The options contradict each other, or the model is on several devices and
             ``full_state_dict`` is True.
     """
@@ -186,9 +189,9 @@ def set_optimizer_state_dict(
 ) -> None:
     """Load a state dict into optimizers, which need not have taken a step.
 
-    Every value is restored with the dtype that it has in the state dict. The optimizers use its tensors; do not
-    change them afterwards. ``step`` goes where torch wants it: to the device of the parameter if the group is
-    fused or capturable. An optimizer that has its own ``load_state_dict`` decides for itself.
+    Every value is restored with the dtype that it has in the state dict. The optimizers use its tensors; do
+    not change them afterwards. ``step`` goes where torch wants it: to the device of the parameter if the
+    group is fused or capturable. An optimizer that has its own ``load_state_dict`` decides for itself.
 
     A parameter that the state dict lists without state has none afterwards. Options of a group come from the
     saved group of its first parameter. Options that were not saved stay as they are.
@@ -256,7 +259,7 @@ def _patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | Non
 def _patch_optimizer_state_dict(
     model: nn.Module, *, optimizers: Optimizers, options: StateDictOptions | None = None
 ) -> None:
-    """Let ``state_dict`` and ``load_state_dict`` of each optimizer be the functions of this module, for all."""
+    """Let ``state_dict()`` and ``load_state_dict(state)`` of each optimizer be our functions, for all."""
     listed = _listed(optimizers)
     if has_flat_parameters(model):
         torchs_helpers()._patch_optimizer_state_dict(  # noqa: SLF001
@@ -280,8 +283,8 @@ def _listed(optimizers: Optimizers) -> tuple[Optimizer, ...]:
 def _warn_of_submodules(submodules: set[nn.Module] | None) -> None:
     if submodules:
         warnings.warn(
-            "Getting submodules only model/optim state_dict is deprecated in torch; take the entries that you "
-            "need out of the state dict of the whole model",
+            "Getting submodules only model/optim state_dict is deprecated in torch; take the entries that "
+            "you need out of the state dict of the whole model",
             FutureWarning,
             stacklevel=3,
         )

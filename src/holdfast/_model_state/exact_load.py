@@ -22,7 +22,7 @@ class ParameterNumbers(list[int]):
         return isinstance(number, int) and bool(self) and self[0] <= number <= self[-1]
 
 
-class _Kept:
+class _HiddenValue:
     """Hides a value from ``load_state_dict``, which rebuilds everything that can be iterated."""
 
     __slots__ = ("value",)
@@ -34,9 +34,9 @@ class _Kept:
 class _ExactValues:
     """Hooks of one load: they run after all hooks of users before it, and before all hooks of users after it.
 
-    ``Optimizer.load_state_dict`` casts tensors to the dtype of their parameter, and makes an iterator's text of
-    a string. So tensors of another dtype go through it as tensors of one element, and other values hidden. The
-    values of ``step`` have rules of their own and go through it as they are.
+    ``Optimizer.load_state_dict`` casts tensors to the dtype of their parameter, and makes an iterator's text
+    of a string. So tensors of another dtype go through it as tensors of one element, and other values hidden.
+    The values of ``step`` have rules of their own and go through it as they are.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ def _passed_through(value: Any, key: Any, parameter: torch.Tensor) -> Any:
     if type(value) in {list, tuple}:
         return type(value)([_passed_through(one, None, parameter) for one in value])
     is_simple = value is None or isinstance(value, bool | int | float | complex)
-    return value if is_simple else _Kept(value)
+    return value if is_simple else _HiddenValue(value)
 
 
 @functools.lru_cache(maxsize=256)
@@ -86,7 +86,7 @@ def _exact(value: Any, key: Any, device: torch.device, loaded: Any) -> Any:
     """``value`` on its device; ``loaded`` if the optimizer has made something else of it on purpose."""
     if key == "step":
         return loaded
-    if isinstance(loaded, _Kept):
+    if isinstance(loaded, _HiddenValue):
         return loaded.value
     if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor):
         return value.to(device)

@@ -19,7 +19,7 @@ def has_flat_parameters(model: nn.Module) -> bool:
 
 
 def torchs_helpers() -> ModuleType:
-    """Torch's module of the same functions."""
+    """The module of torch with the same functions."""
     # It imports torch's whole checkpoint package, which is needed for nothing else.
     from torch.distributed.checkpoint import state_dict  # noqa: PLC0415
 

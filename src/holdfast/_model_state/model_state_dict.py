@@ -209,8 +209,8 @@ class _Loading:
 def _receive(sent: SentState, loading: _Loading) -> None:
     """Take the values of rank 0, tensor by tensor.
 
-    Ranks may have different models, as the stages of a pipeline are. A key that another rank has a place for is
-    not unexpected here.
+    Ranks may have different models, as the stages of a pipeline are. A key that another rank has a place for
+    is not unexpected here.
     """
     keys = {name: loading.key_for(name) for name in sent.tree}
     without_place = {name for name, key in keys.items() if not loading.has(key)}

@@ -10,9 +10,9 @@ from torch.nn.modules.module import _IncompatibleKeys
 class ModuleLoading:
     """One load of a state dict into the modules of a model.
 
-    torch looks through all keys of a module for each of its children. For a list of 5,000 layers that takes many
-    seconds. Here every module looks at its keys once. Overridden ``_load_from_state_dict`` methods and all hooks
-    are called as torch calls them.
+    torch looks through all keys of a module for each of its children. For a list of 5,000 layers that takes
+    many seconds. Here every module looks at its keys once. Overridden ``_load_from_state_dict`` methods and
+    all hooks are called as torch calls them.
 
     Attributes:
         missing: The keys of the model that the state dict has not.
@@ -32,11 +32,12 @@ class ModuleLoading:
 
         Hooks may change ``values``.
         """
+        strict = True  # note unexpected keys
         about = dict(self._versions.get(prefix.removesuffix("."), {}))
         if self._assign:
             about["assign_to_params_buffers"] = True
         module._load_from_state_dict(  # noqa: SLF001
-            values, prefix, about, True, self.missing, self.unexpected, self.errors
+            values, prefix, about, strict, self.missing, self.unexpected, self.errors
         )
         parts: dict[str, dict[str, Any]] = {}
         for key, value in values.items():

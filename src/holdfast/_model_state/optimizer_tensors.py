@@ -1,4 +1,4 @@
-"""Tensors of an optimizer's state dict as the optimizer of this rank needs them: its part of what is whole."""
+"""Tensors of an optimizer's state dict as the optimizer of this rank needs them."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

@@ -9,7 +9,7 @@ from torch import nn
 from holdfast._model_state.state_dict_options import StateDictOptions
 
 
-class _Place(NamedTuple):
+class _NamedPlace(NamedTuple):
     """A module that a key leads through.
 
     Attributes:
@@ -31,9 +31,9 @@ class ModelNames:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        root = _Place(model, "", "")
-        self._by_key: dict[str, _Place] = {"": root}
-        self._by_name: dict[str, _Place] = {"": root}
+        root = _NamedPlace(model, "", "")
+        self._by_key: dict[str, _NamedPlace] = {"": root}
+        self._by_name: dict[str, _NamedPlace] = {"": root}
 
     def name_of(self, key: str) -> str:
         """The name of what has ``key`` in ``state_dict()`` or ``named_parameters()`` of the model."""
@@ -49,7 +49,9 @@ class ModelNames:
         prefix, _, last = name.rpartition(".")
         return _unwrapped(self._find(self._by_name, prefix, _enter_by_name), last).raw + last
 
-    def _find(self, known: dict[str, _Place], prefix: str, enter: Callable[[_Place, str], _Place]) -> _Place:
+    def _find(
+        self, known: dict[str, _NamedPlace], prefix: str, enter: Callable[[_NamedPlace, str], _NamedPlace]
+    ) -> _NamedPlace:
         found = known.get(prefix)
         if found is None:
             parent, _, last = prefix.rpartition(".")
@@ -57,19 +59,24 @@ class ModelNames:
         return found
 
 
-def _enter_by_key(place: _Place, child: str) -> _Place:
-    if place.module is not None and child == wrapped_child(place.module):
-        return _inside(place, place.module, child)
+def _enter_by_key(place: _NamedPlace, child: str) -> _NamedPlace:
+    while place.module is not None:
+        wrapped = wrapped_child(place.module)
+        if wrapped is None or _has(place.module, child, wrapped):
+            break
+        place = _inside(place, place.module, wrapped)
+        if child == wrapped:
+            return place
     return _enter_by_name(place, child)
 
 
-def _enter_by_name(place: _Place, child: str) -> _Place:
+def _enter_by_name(place: _NamedPlace, child: str) -> _NamedPlace:
     place = _unwrapped(place, child)
     module = None if place.module is None else _children(place.module).get(child)
-    return _Place(module, f"{place.name}{child}.", f"{place.raw}{child}.")
+    return _NamedPlace(module, f"{place.name}{child}.", f"{place.raw}{child}.")
 
 
-def _unwrapped(place: _Place, entry: str) -> _Place:
+def _unwrapped(place: _NamedPlace, entry: str) -> _NamedPlace:
     """The place inside of all wrappers that do not have ``entry`` themselves."""
     while place.module is not None:
         child = wrapped_child(place.module)
@@ -84,10 +91,10 @@ def _has(wrapper: nn.Module, entry: str, wrapped: str) -> bool:
     return entry != wrapped and any(entry in own[kind] for kind in ("_modules", "_parameters", "_buffers"))
 
 
-def _inside(place: _Place, wrapper: nn.Module, child: str) -> _Place:
+def _inside(place: _NamedPlace, wrapper: nn.Module, child: str) -> _NamedPlace:
     # Activation checkpointing has hooks that take its own name out of state dicts, and put it in again.
     shown = "" if child == "_checkpoint_wrapped_module" else f"{child}."
-    return _Place(_children(wrapper)[child], place.name, place.raw + shown)
+    return _NamedPlace(_children(wrapper)[child], place.name, place.raw + shown)
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:
@@ -124,9 +131,8 @@ def names_by_parameter(model: nn.Module, options: StateDictOptions) -> dict[int,
     for key, parameter in model.named_parameters(remove_duplicate=False):
         name = names.name_of(key)
         found.setdefault(id(parameter), []).append(name)
-        for child in hidden:
-            if name.startswith(f"{child}."):
-                renamed.append((id(parameter), child.rpartition(".")[0] + name[len(child) :]))
+        hiding = [child for child in hidden if name.startswith(f"{child}.")]
+        renamed += [(id(parameter), child.rpartition(".")[0] + name[len(child) :]) for child in hiding]
     for number, name in renamed:
         found[number].append(name.removeprefix("."))
     return found

@@ -1,4 +1,4 @@
-"""``state_dict`` and ``load_state_dict`` of single objects, replaced, and the methods that were there before."""
+"""Methods of single objects replaced, such as ``state_dict``, and the methods that were there before."""
 
 import functools
 from collections.abc import Callable

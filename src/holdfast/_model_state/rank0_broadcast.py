@@ -1,4 +1,4 @@
-"""Rank 0 sends values to all ranks of the default process group: first what there is, then tensor by tensor."""
+"""Rank 0 sends values to all ranks: first a description of everything, then tensor by tensor."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -93,23 +93,24 @@ class SentState:
         A tensor may be overwritten or let go of as soon as the next one is asked for: copy what you keep. Ask
         for all of them, as the other ranks do.
         """
-        for window in _windows(self._forms):
-            if len(window) == 1:
-                yield window[0], self._send_alone(window[0])
+        windows = list(_windows(self._forms))
+        is_sender = dist.get_rank() == 0
+        # One buffer for all windows: many that come and go leave holes that the kept parts do not fill. The
+        # sender needs none for a tensor that travels alone.
+        sizes = [sum(map(_aligned_size, window)) for window in windows if len(window) > 1 or not is_sender]
+        buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=self._device)
+        for window in windows:
+            if is_sender and len(window) == 1:
+                tensor = self._source(window[0])
+                if window[0].nbytes:
+                    dist.broadcast(_bytes_of(tensor), src=0)
+                yield window[0], tensor
             else:
-                yield from self._send_together(window)
+                yield from self._send_together(window, buffer)
 
-    def _send_alone(self, form: SentTensor) -> torch.Tensor:
-        if dist.get_rank() == 0:
-            tensor = self._source(form)
-        else:
-            tensor = torch.empty(form.shape, dtype=form.dtype, device=self._device)
-        if form.nbytes:
-            dist.broadcast(_bytes_of(tensor), src=0)
-        return tensor
-
-    def _send_together(self, window: Sequence[SentTensor]) -> Iterator[tuple[SentTensor, torch.Tensor]]:
-        buffer = torch.empty(sum(map(_aligned_size, window)), dtype=torch.uint8, device=self._device)
+    def _send_together(
+        self, window: Sequence[SentTensor], buffer: torch.Tensor
+    ) -> Iterator[tuple[SentTensor, torch.Tensor]]:
         parts, begin = [], 0
         for form in window:
             parts.append(buffer[begin : begin + form.nbytes].view(form.dtype).view(form.shape))
@@ -117,7 +118,10 @@ class SentState:
         if dist.get_rank() == 0:
             for form, part in zip(window, parts, strict=True):
                 _bytes_of(part).copy_(_bytes_of(self._source(form)))
-        dist.broadcast(buffer, src=0)
+        # A tensor that travels alone is sent without the padding behind it.
+        size = window[0].nbytes if len(window) == 1 else begin
+        if size:
+            dist.broadcast(buffer[:size], src=0)
         yield from zip(window, parts, strict=True)
 
     def _source(self, form: SentTensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """What a caller can choose when state dicts of models and optimizers are read and set."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 __all__ = ["StateDictOptions"]
 
@@ -10,14 +11,14 @@ class StateDictOptions:
     """How state dicts are read from models and optimizers, and set.
 
     Attributes:
-        full_state_dict: Tensors of the state dict are whole. Sharded tensors are gathered when a state dict is
-            read, which is a collective operation of their ranks. When it is set, each rank takes its part.
+        full_state_dict: Tensors of the state dict are whole. Sharded tensors are gathered when a state dict
+            is read, which is a collective operation of their ranks. When it is set, each rank takes its part.
         cpu_offload: Tensors of the state dict are on the CPU. Together with ``full_state_dict`` only rank 0
             gets a state dict; all other ranks get an empty one.
-        ignore_frozen_params: Leave out the parameters that do not require gradients. When a state dict is set,
-            they may be missing and stay as they are. The state of optimizers is always complete.
-        keep_submodule_prefixes: With ``submodules``: keep the whole names. If False, names begin inside of the
-            submodule.
+        ignore_frozen_params: Leave out the parameters that do not require gradients. When a state dict is
+            set, they may be missing and stay as they are. The state of optimizers is always complete.
+        keep_submodule_prefixes: With ``submodules``: keep the whole names. If False, names begin inside of
+            the submodule.
         strict: Raise an error if the state dict does not have exactly the keys of the model, or if it knows
             nothing about a parameter of an optimizer that requires gradients.
         broadcast_from_rank0: Only the state dict of rank 0 counts; it must be whole, and
@@ -40,8 +41,8 @@ class StateDictOptions:
     dsd_fqn_modifiers: str = "_fqn_modifiers"
 
 
-def checked_options(options: StateDictOptions | None) -> StateDictOptions:
-    """The options, or the default ones.
+def checked_options(options: Any) -> StateDictOptions:
+    """The options, or the default ones; torch's own class is accepted as well.
 
     Raises:
         ValueError: They contradict each other.
@@ -50,4 +51,7 @@ def checked_options(options: StateDictOptions | None) -> StateDictOptions:
         return StateDictOptions()
     if options.broadcast_from_rank0 and not options.full_state_dict:
         raise ValueError("full_state_dict must be True when broadcast_from_rank0 is True")
-    return options
+    if isinstance(options, StateDictOptions):
+        return options
+    known = {one.name for one in fields(StateDictOptions)}
+    return StateDictOptions(**{key: value for key, value in vars(options).items() if key in known})

@@ -123,6 +123,8 @@ def shared_out(whole: torch.Tensor, like: DTensor, device: torch.device) -> DTen
 
 
 def replicated(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """``whole`` on every rank of the mesh of ``like``."""
+    """A copy of ``whole`` on every rank of the mesh of ``like``."""
     mesh = like.device_mesh
-    return DTensor.from_local(whole.to(like.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return DTensor.from_local(
+        whole.to(like.device, copy=True), mesh, [Replicate()] * mesh.ndim, run_check=False
+    )
