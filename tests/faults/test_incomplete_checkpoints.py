@@ -84,6 +84,18 @@ def test_a_missing_data_file_of_torch_or_of_an_own_part_is_not_a_first_start(tmp
             hf.state_dict_loader._load_state_dict_from_keys(checkpoint_id=folder)
 
 
+class StrangersReader(hf.FileSystemReader):
+    def read_data(self, *_: Any) -> Any:
+        raise FileNotFoundError(2, "No such file", "their/file")
+
+
+def test_a_file_that_another_authors_storage_misses_is_not_a_first_start(folder: Path) -> None:
+    with pytest.raises(IncompleteCheckpointError, match=r"a file of it is not: .*their/file") as caught:
+        hf.load(small_state(99), storage_reader=StrangersReader(folder))
+    assert not isinstance(caught.value, FileNotFoundError)
+    assert caught.value.path == "their/file"
+
+
 @pytest.mark.parametrize("golden", ["holdfast-1.0/plain", "torch-2.13/plain", "torch-2.13/sharded"])
 def test_data_files_without_metadata_are_named_in_the_error_and_in_a_warning(
     tmp_path: Path, golden: str, caplog: pytest.LogCaptureFixture

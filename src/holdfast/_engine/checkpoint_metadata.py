@@ -1,6 +1,7 @@
 """The metadata that a load begins with: what ranks wrote together, or each for itself."""
 
 import logging
+from collections.abc import Callable
 
 from holdfast._engine.ports import ReaderPort
 from holdfast._ranks.exchange import Exchange
@@ -82,3 +83,17 @@ def _check_parts(absences: list[CheckpointNotFoundError | None]) -> None:
         # Programs take this error for their first start. It may be one.
         logger.warning("%s", absence)
     raise absence
+
+
+def not_a_first_start(read: Callable[[], None]) -> Callable[[], None]:
+    """Make a missing file an IncompleteCheckpointError, whatever storage misses it: metadata was found."""
+
+    def read_what_is_there() -> None:
+        try:
+            read()
+        except FileNotFoundError as error:
+            raise IncompleteCheckpointError(
+                f"the checkpoint is there, and a file of it is not: {error}", path=error.filename
+            ) from error
+
+    return read_what_is_there

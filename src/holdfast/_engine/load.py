@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from holdfast._context import LoadContext
-from holdfast._engine.checkpoint_metadata import read_metadata
+from holdfast._engine.checkpoint_metadata import not_a_first_start, read_metadata
 from holdfast._engine.per_rank_values import LoadByRank
 from holdfast._engine.ports import LoadPlannerPort, ReaderPort
 from holdfast._engine.rank_view import view_of_rank, warn_of_shared
@@ -99,7 +99,7 @@ def run_load(
         assert by_rank is not None
         by_rank.finish()
 
-    exchange.agree("read", read, lambda _: None)
+    exchange.agree("read", not_a_first_start(read), lambda _: None)
     return result
 
 
