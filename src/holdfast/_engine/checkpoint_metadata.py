@@ -58,7 +58,12 @@ def _read_rank_metadata(shared: Metadata | None, reader: ReaderPort, exchange: E
             return error
         except FileNotFoundError:
             # A stranger's reader has neither form, and knows best what is missing of the usual one.
-            mine.append(reader.read_metadata())
+            try:
+                mine.append(reader.read_metadata())
+            except FileNotFoundError as error:
+                absence = CheckpointNotFoundError(str(error), path=error.filename)
+                absence.__cause__ = error
+                return absence
         return None
 
     exchange.agree("read metadata", read, _check_parts)
