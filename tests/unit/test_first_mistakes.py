@@ -1,5 +1,6 @@
 """What somebody gets who calls save and load for the first time, and not quite as the manual says."""
 
+import inspect
 import logging
 import os
 from collections.abc import Callable
@@ -163,6 +164,25 @@ def test_an_argument_that_a_call_does_not_have_is_answered_with_its_place(
     ) as caught:
         CALLS[function](state(), **{name: 1})
     assert caught.match(says)
+
+
+@pytest.mark.parametrize(
+    ("function", "plugin"),
+    [
+        ("save", hf.FileSystemWriter),
+        ("async_save", hf.DefaultSavePlanner),
+        ("load", hf.FileSystemReader),
+        ("load", hf.DefaultLoadPlanner),
+    ],
+)
+def test_every_option_of_the_default_plugins_is_taken_or_answered_with_the_plugin(
+    function: str, plugin: type
+) -> None:
+    taken = inspect.signature(CALLS[function]).parameters
+    for name in inspect.signature(plugin).parameters:
+        if name not in taken and name != "path":
+            with pytest.raises(TypeError, match=rf"{plugin.__name__}\(.*{name}="):
+                CALLS[function](state(), **{name: 1})
 
 
 def test_values_that_are_not_loaded_are_told_in_one_line_with_cause_and_remedy(
