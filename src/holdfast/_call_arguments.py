@@ -63,7 +63,7 @@ def checked_call(storage: str) -> Callable[[F], F]:
     """
 
     def decorate(function: F) -> F:
-        known = {"state_dict", "checkpoint_id", *(function.__kwdefaults__ or ())}
+        known = {"state_dict", *(function.__kwdefaults__ or ())}
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:

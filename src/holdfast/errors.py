@@ -12,6 +12,7 @@
     ├── StorageError(RuntimeError)              the storage could not do its part
     │   ├── CheckpointNotFoundError(FileNotFoundError)
     │   ├── CheckpointExistsError
+    │   ├── NotAFolderError(FileExistsError, NotADirectoryError)
     │   └── IncompleteWriteError
     ├── IntegrityError(RuntimeError)            the bytes are not the ones that were written
     │   ├── IncompleteCheckpointError           a file of a checkpoint is missing
@@ -55,6 +56,7 @@ __all__ = [
     "InvalidPlanError",
     "MetadataFormatError",
     "MissingKeyError",
+    "NotAFolderError",
     "PlanError",
     "RankLostError",
     "RemoteError",
@@ -138,6 +140,10 @@ class CheckpointNotFoundError(StorageError, FileNotFoundError):
 
 class CheckpointExistsError(StorageError):
     """There is a checkpoint already, and the caller asked not to replace it."""
+
+
+class NotAFolderError(StorageError, FileExistsError, NotADirectoryError):
+    """The place of a checkpoint is a file, or lies below one."""
 
 
 class IncompleteWriteError(StorageError):

@@ -54,8 +54,8 @@ WhenBusy: TypeAlias = Literal["wait", "skip", "raise"]
 @checked_call("storage_writer")
 def save(
     state_dict: STATE_DICT_TYPE | Stateful,  # type: ignore[type-arg]
-    checkpoint_id: str | os.PathLike[str] | None = None,
     *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
     storage_writer: StorageWriter | None = None,
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -84,7 +84,8 @@ def save(
     Args:
         state_dict: What to save: a dict. It is not changed. A single module, optimizer or other Stateful
             object is saved as its ``state_dict()``.
-        checkpoint_id: Where to: a folder. Not needed if ``storage_writer`` knows.
+        checkpoint_id: Where to: a folder. Not needed if ``storage_writer`` knows. It may be passed as the
+            second argument, without its name.
         storage_writer: What to write with; by default a ``FileSystemWriter`` on ``checkpoint_id``.
         planner: What decides what is written; by default ``DefaultSavePlanner()``.
         process_group: The ranks that save together; by default all. Rank 0 of it coordinates.
@@ -194,8 +195,8 @@ class AsyncSaveResponse:
 @checked_call("storage_writer")
 def async_save(
     state_dict: STATE_DICT_TYPE | Stateful,  # type: ignore[type-arg]
-    checkpoint_id: str | os.PathLike[str] | None = None,
     *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
     storage_writer: StorageWriter | None = None,
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -221,7 +222,8 @@ def async_save(
     Args:
         state_dict: What to save: a dict. It is not changed. A single module, optimizer or other Stateful
             object is saved as its ``state_dict()``.
-        checkpoint_id: Where to: a folder. Not needed if ``storage_writer`` knows.
+        checkpoint_id: Where to: a folder. Not needed if ``storage_writer`` knows. It may be passed as the
+            second argument, without its name.
         storage_writer: What to write with; by default a ``FileSystemWriter`` on ``checkpoint_id``.
         planner: What decides what is written; by default ``DefaultSavePlanner()``.
         process_group: The ranks that save together; by default all. Rank 0 of it coordinates.

@@ -46,7 +46,7 @@ OLD: dict[Path, bytes] = {}
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     place = tmp_path / "checkpoint"
-    hf.save(small_state(1), place)
+    hf.save(small_state(1), checkpoint_id=place)
     OLD[place] = (place / METADATA).read_bytes()
     hf.save(small_state(2), storage_writer=hf.FileSystemWriter(place, thread_count=2))
     return place
@@ -56,7 +56,7 @@ def train_as_people_do(folder: Path) -> int:
     """The idiom of many training scripts; returns the step that it begins at."""
     state = small_state(99)
     try:
-        hf.load(state, folder)
+        hf.load(state, checkpoint_id=folder)
     except FileNotFoundError:
         return 0
     return int(state["step"])
@@ -77,7 +77,7 @@ def test_a_missing_data_file_is_not_a_first_start(folder: Path) -> None:
 
 def test_a_missing_data_file_of_torch_or_of_an_own_part_is_not_a_first_start(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "torch-2.13" / "plain", tmp_path / "torch")
-    hf.save(small_state(1), tmp_path / "own", use_collectives=False)
+    hf.save(small_state(1), checkpoint_id=tmp_path / "own", use_collectives=False)
     for folder in (tmp_path / "torch", tmp_path / "own"):
         (folder / data_files(folder)[0]).unlink()
         with pytest.raises(IncompleteCheckpointError):
@@ -132,7 +132,7 @@ def test_saves_keep_the_data_files_of_a_checkpoint_whose_metadata_is_gone_and_na
     damage(folder)
     for seed in (3, 4):  # the second save replaces the first, and nothing else
         caplog.clear()
-        hf.save(small_state(seed), folder)
+        hf.save(small_state(seed), checkpoint_id=folder)
         (warning,) = [told for record in caplog.records if "they stay" in (told := record.getMessage())]
         assert all(name in warning for name in precious)
         assert committed_files(folder) | set(precious) == set(os.listdir(folder)) - {"moved.metadata"}
@@ -147,21 +147,21 @@ def test_a_save_over_a_torch_checkpoint_without_metadata_keeps_its_files(
 ) -> None:
     shutil.copytree(GOLDEN / "torch-2.13" / "sharded", tmp_path / "c")
     remove_metadata(tmp_path / "c")
-    hf.save(small_state(1), tmp_path / "c")
+    hf.save(small_state(1), checkpoint_id=tmp_path / "c")
     assert {"__0_0.distcp", "__1_0.distcp"} < set(data_files(tmp_path / "c"))
     assert "2 data files in torch's naming (__0_0.distcp, __1_0.distcp)" in caplog.text
 
 
 def test_own_parts_without_their_metadata_stay_when_other_parts_are_saved(tmp_path: Path) -> None:
     for seed in (1, 2):
-        hf.save(small_state(seed), tmp_path, use_collectives=False)
+        hf.save(small_state(seed), checkpoint_id=tmp_path, use_collectives=False)
     (tmp_path / "__0.metadata").rename(tmp_path / "moved")
     (precious,) = data_files(tmp_path)
     for seed in (3, 4):
-        hf.save(small_state(seed), tmp_path, use_collectives=False)
+        hf.save(small_state(seed), checkpoint_id=tmp_path, use_collectives=False)
         assert precious in data_files(tmp_path)
         assert len(data_files(tmp_path)) == 2
-    hf.save(small_state(5), tmp_path)  # a joint one replaces all parts
+    hf.save(small_state(5), checkpoint_id=tmp_path)  # a joint one replaces all parts
     assert {precious, "moved", *committed_files(tmp_path)} == set(os.listdir(tmp_path))
 
 
@@ -190,7 +190,7 @@ def test_a_first_save_that_was_killed_is_a_first_start_and_goes_with_the_next_sa
         assert len(data_files(tmp_path)) == 1, f"the files of kill {count} alone"
         assert train_as_people_do(tmp_path) == 0
         assert "the save did not end" in caplog.text
-    hf.save(small_state(3), tmp_path)
+    hf.save(small_state(3), checkpoint_id=tmp_path)
     assert set(os.listdir(tmp_path)) == committed_files(tmp_path)
 
 
@@ -198,5 +198,5 @@ def test_a_killed_save_into_a_place_whose_metadata_is_damaged_removes_nothing(fo
     save_and_die(folder)
     flip_metadata(folder)
     before = set(data_files(folder))
-    hf.save(small_state(3), folder)
+    hf.save(small_state(3), checkpoint_id=folder)
     assert before < set(data_files(folder))

@@ -45,12 +45,12 @@ def new_group(folder: str, timeout: float, reminder: float = 0.3) -> tuple[Any, 
 
 
 def save(group: Any, folder: str, value: float = 1.0) -> None:
-    holdfast.save({"a": torch.full((2,), value)}, f"{folder}/c", process_group=group)
+    holdfast.save({"a": torch.full((2,), value)}, checkpoint_id=f"{folder}/c", process_group=group)
 
 
 def loaded(group: Any, folder: str) -> float:
     state = {"a": torch.zeros(2)}
-    holdfast.load(state, f"{folder}/c", process_group=group)
+    holdfast.load(state, checkpoint_id=f"{folder}/c", process_group=group)
     return state["a"][0].item()
 
 
@@ -117,7 +117,7 @@ class SlowState:
 
 def be_busy_after_calling(folder: str) -> bool:
     group, flag = new_group(folder, timeout=60)
-    holdfast.save({"slow": SlowState()}, f"{folder}/c", process_group=group)
+    holdfast.save({"slow": SlowState()}, checkpoint_id=f"{folder}/c", process_group=group)
     return flag.path.exists()
 
 

@@ -63,11 +63,11 @@ def load_each_from_its_own_folder(folder: str) -> list[str]:
     raised = []
     for name in ("first", "damaged"):
         try:
-            hf.load({"a": torch.zeros(1)}, f"{mine}/{name}")
+            hf.load({"a": torch.zeros(1)}, checkpoint_id=f"{mine}/{name}")
         except hf.CheckpointException as error:
             raised.append("first start" if isinstance(error, FileNotFoundError) else str(error))
         if name == "first":
-            hf.save({"a": torch.ones(1)}, f"{mine}/damaged", use_collectives=False)
+            hf.save({"a": torch.ones(1)}, checkpoint_id=f"{mine}/damaged", use_collectives=False)
             dist.barrier()
             if dist.get_rank() == 1:
                 shutil.rmtree(f"{mine}/damaged")

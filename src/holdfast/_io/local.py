@@ -15,7 +15,7 @@ from holdfast._io.local_reader import LocalReader
 from holdfast._io.local_writer import LocalWriter, flush_to_disk, naming, write_fully
 from holdfast._io.store import ByteStore, Claim, check_name, taken_name
 from holdfast._io.streams import byte_view
-from holdfast.errors import CheckpointNotFoundError, StorageError, UnsafeMetadataError
+from holdfast.errors import CheckpointNotFoundError, NotAFolderError, StorageError, UnsafeMetadataError
 
 __all__ = ["LocalStore"]
 
@@ -192,7 +192,7 @@ def _size(entry: "os.DirEntry[str]") -> int | None:
     return None
 
 
-def _not_a_folder(path: str) -> StorageError:
+def _not_a_folder(path: str) -> NotAFolderError:
     while not os.path.exists(path):
         path = os.path.dirname(path)
     folder, name = os.path.split(path)
@@ -200,7 +200,7 @@ def _not_a_folder(path: str) -> StorageError:
         hint = f"Name the folder that it is in: {folder}"
     else:
         hint = "A checkpoint is a folder: name another path. (What torch.save wrote is read by torch.load.)"
-    return StorageError(f"{path} is a file, not the folder of a checkpoint. {hint}", path=path)
+    return NotAFolderError(f"{path} is a file, not the folder of a checkpoint. {hint}", path=path)
 
 
 def _make_folder(path: str) -> None:
