@@ -32,7 +32,7 @@ def choose_writer(
 
 
 def choose_save_planner(
-    planner: SavePlanner | None, *, check_replicas: bool | Literal["full"] | None
+    planner: SavePlanner | None, *, check_replicas: bool | Literal["full", "raise"] | None
 ) -> SavePlanner:
     """The caller's planner, or a new one.
 

@@ -62,7 +62,7 @@ def save(
     no_dist: bool = False,
     use_collectives: bool = True,
     overwrite: bool | None = None,
-    check_replicas: bool | Literal["full"] | None = None,
+    check_replicas: bool | Literal["full", "raise"] | None = None,
     peer_timeout: float = DEFAULT_PEER_TIMEOUT,
     on_progress: Callable[[Progress], object] | None = None,
 ) -> Metadata:
@@ -205,7 +205,7 @@ def async_save(
     no_dist: bool = False,
     use_collectives: bool = True,
     overwrite: bool | None = None,
-    check_replicas: bool | Literal["full"] | None = None,
+    check_replicas: bool | Literal["full", "raise"] | None = None,
     when_busy: WhenBusy = "wait",
     peer_timeout: float = DEFAULT_PEER_TIMEOUT,
 ) -> SaveFuture | AsyncSaveResponse:
