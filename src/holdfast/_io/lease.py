@@ -13,6 +13,7 @@ dead when its lease was not renewed for ``EXPIRY_SECONDS`` by the clock of the s
 happens if a process is stopped, for longer than that, between the last look at its lease and the commit.
 """
 
+import dataclasses
 import functools
 import logging
 import os
@@ -59,6 +60,7 @@ class LeaseHolder:
         renewed_ns: When the lease was written, by the clock of its writer, for stores that tell no times.
         replaces: What the save removes once it has committed: saves whose data files go, and names of data
             files that tell no save. Who finds the lease of a killed save learns here what that one left.
+        over: Whether the save is over, and the lease stays only for what it could not remove.
     """
 
     host: str
@@ -69,6 +71,7 @@ class LeaseHolder:
     shared: bool
     renewed_ns: int
     replaces: tuple[str, ...] = ()
+    over: bool = False
 
     @classmethod
     def this_process(cls, *, shared: bool, replaces: Iterable[str] = ()) -> "LeaseHolder":
@@ -172,10 +175,13 @@ class Lease:
         self._claim = claim
         self._owner = os.getpid()
         self._over = threading.Event()
+        self._left = threading.Event()
         self._thread: Worker | None = None
         self.name = lease_name(save_id)
         # Nothing that the finalizer or the thread refers to may refer to the lease.
-        self._drop = weakref.finalize(self, _end, store, self.name, claim, self._over, self._owner)
+        self._drop = weakref.finalize(
+            self, _end, store, self.name, claim, self._over, self._left, self._owner
+        )
         self._drop.atexit = False
 
     def begin(self) -> None:
@@ -279,17 +285,34 @@ class Lease:
         """Remove the lease and let others in. Does nothing the second time, and nothing in a forked child."""
         try:
             self.pause()
+            if self._left.is_set() and os.getpid() == self._owner and self._drop.alive:
+                self._write_that_it_is_over()
         finally:
             self._drop()
 
+    def leave(self) -> None:
+        """Let the lease stay when it is released: the next save removes what this one could not."""
+        self._left.set()
 
-def _end(store: ByteStore, name: str, claim: Claim, over: threading.Event, owner: int) -> None:
+    def _write_that_it_is_over(self) -> None:
+        holder = LeaseHolder.this_process(shared=self._shared, replaces=self._replaces)
+        try:
+            self._store.rewrite(self.name, dataclasses.replace(holder, over=True).encode())
+        except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
+            self._left.clear()
+            logger.warning("%s: what a save left cannot be noted: %s", self._store.url, error)
+
+
+def _end(
+    store: ByteStore, name: str, claim: Claim, over: threading.Event, left: threading.Event, owner: int
+) -> None:
     if os.getpid() != owner:
         return
     over.set()
     _held.discard(name)
     try:
-        store.delete([name])
+        if not left.is_set():
+            store.delete([name])
     except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
         logger.warning("%s: the lease of a save could not be removed: %s", store.url, error)
     finally:
@@ -307,6 +330,8 @@ def _read_holder(store: ByteStore, name: str) -> LeaseHolder | None:
 def _is_alive(store: ByteStore, name: str, holder: LeaseHolder | None, now_ns: int | None) -> bool:
     """Whether the save of a lease goes on."""
     if holder is None and not store.exists(name):
+        return False
+    if holder and holder.over:
         return False
     if holder and name not in _held and holder.identity == _identity(os.getpid()):
         return False
@@ -329,6 +354,9 @@ class _NoLease(Lease):
         pass
 
     def note_replaced(self, replaces: Iterable[str]) -> None:
+        pass
+
+    def leave(self) -> None:
         pass
 
     def keep(self) -> None:

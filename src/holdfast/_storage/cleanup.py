@@ -83,7 +83,13 @@ def _files_named_by(store: ByteStore, name: str) -> set[str]:
     Raises:
         CheckpointError, OSError: It is missing, damaged, or cannot be read now.
     """
-    data = store.read(name, max_bytes=LARGEST_METADATA)
+    try:
+        data = store.read(name, max_bytes=LARGEST_METADATA)
+    except CheckpointError:
+        raise
+    except OSError:
+        # Once more: if it cannot be read, the files that it names stay for ever.
+        data = store.read(name, max_bytes=LARGEST_METADATA)
     manifest = metadata_file.split(data, path=name).manifest
     if manifest is not None:
         named = set(file_names_in(manifest, path=name))
@@ -112,9 +118,12 @@ def remove_dead(store: ByteStore, lease: Lease) -> None:
         # A killed save had replaced what it meant to, if there is metadata and it names something else.
         gone = lease.dead | (lease.left_by_dead if there else set())
         doomed = [name for name in names - used if parse_data_file(name) and known_by(name) in gone]
-        store.delete(doomed)
+        if doomed:
+            store.sync()  # the commit of the dead save may not be durable yet
+            store.delete(doomed)
     except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
         logger.warning("%s: files of a killed save could not be removed: %s", store.url, error)
+        lease.leave()
     else:
         if doomed:
             logger.info("%s: removed %s, left by a killed save", store.url, describe_data_files(doomed))
@@ -148,6 +157,7 @@ def remove_replaced(
             store.delete(replaced.difference(used))
     except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
         logger.warning("%s: files of an earlier save could not be removed: %s", store.url, error)
+        lease.leave()
 
 
 def _removable(
@@ -201,10 +211,13 @@ def _ends_with(store: ByteStore, name: str, footer: bytes) -> bool:
     return end == footer
 
 
-def discard_files(store: ByteStore, names: Iterable[str], *, rank: int | None) -> None:
+def discard_files(store: ByteStore, names: Iterable[str], *, rank: int | None) -> bool:
     """After a save that failed: remove its files, except those that the checkpoint in the place names.
 
     The step that failed may have come after the commit: then they are part of the new checkpoint.
+
+    Returns:
+        Whether nothing of the save is left.
     """
     try:
         used = _files_named_by(store, metadata_name(rank))
@@ -212,13 +225,16 @@ def discard_files(store: ByteStore, names: Iterable[str], *, rank: int | None) -
         used = set()
     except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
         logger.warning("%s: files of a failed save stay, as nobody knows if it was: %s", store.url, error)
-        return
-    delete_quietly(store, [name for name in names if name not in used])
+        return False
+    unused = [name for name in names if name not in used]
+    return delete_quietly(store, unused) and used.isdisjoint(names)
 
 
-def delete_quietly(store: ByteStore, names: Iterable[str]) -> None:
-    """Remove files after a failure, which is already on its way to the caller."""
+def delete_quietly(store: ByteStore, names: Iterable[str]) -> bool:
+    """Remove files after a failure, which is already on its way to the caller; return whether it worked."""
     try:
         store.delete(names)
     except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
         logger.warning("%s: files of a failed save could not be removed: %s", store.url, error)
+        return False
+    return True

@@ -255,7 +255,8 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
             self._lease.check()
             store.replace(metadata_name(rank), *pieces, durable=self.sync_files)
         except BaseException:
-            discard_files(store, manifest.file_names, rank=rank)
+            if not discard_files(store, manifest.file_names, rank=rank):
+                self._lease.leave()
             raise
         remove_replaced(store, self._lease, manifest.file_names, replaced, footer=pieces[-1], rank=rank)
 
@@ -270,7 +271,8 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
         """
         if outcome_is_known:
             written = [*self._written, *(files_of_save(self.store, self.save_id) if self._lease else ())]
-            discard_files(self.store, written, rank=self._own_rank)
+            if not discard_files(self.store, written, rank=self._own_rank) and self._lease:
+                self._lease.leave()
         self._release()
 
     def _release(self) -> None:
