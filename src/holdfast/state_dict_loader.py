@@ -49,63 +49,63 @@ def load(
 ) -> LoadResult:
     """Load a checkpoint into a state, in place: on every rank of the group, each its own part.
 
-        It waits for saves in the background that go to the same place.
+    It waits for saves in the background that go to the same place.
 
-        Tensors are filled where they are, whatever layout the checkpoint was saved in. Other values are
-        replaced in the containers that they stand in. Stateful objects, wherever they stand, get their
-        loaded state by ``load_state_dict``. Tensors on the meta device get memory: in a dict they are
-        replaced, in a module its parameters and buffers stay the same objects.
+    Tensors are filled where they are, whatever layout the checkpoint was saved in. Other values are
+    replaced in the containers that they stand in. Stateful objects, wherever they stand, get their
+    loaded state by ``load_state_dict``. Tensors on the meta device get memory: in a dict they are
+    replaced, in a module its parameters and buffers stay the same objects.
 
-        Everything that does not fit (keys, shapes, dtypes, kinds) is reported in one error before anything is
-        read or changed. Every byte read is checked. No code of the checkpoint is run.
+    Everything that does not fit (keys, shapes, dtypes, kinds) is reported in one error before anything is
+    read or changed. Every byte read is checked. No code of the checkpoint is run.
 
-        If the ranks that saved had different values under one key, each rank gets its own back. If another
-        number of ranks loads, every rank gets the coordinator's, and the coordinator warns.
+    If the ranks that saved had different values under one key, each rank gets its own back. If another
+    number of ranks loads, every rank gets the coordinator's, and the coordinator warns.
 
-        Args:
+    Args:
         state_dict: What to fill: a dict. Tensors must have their shape already. It may be empty on some
             ranks. A single module, optimizer or other Stateful object is filled from a checkpoint of its
             ``state_dict()``.
         checkpoint_id: Where from: a folder. Not needed if ``storage_reader`` knows. It may be passed as the
             second argument, without its name.
-            storage_reader: What to read with; by default a ``FileSystemReader`` on ``checkpoint_id``.
-            planner: What decides what is read. By default a ``DefaultLoadPlanner`` with the options below. If
-                you pass a planner, give these options to the planner.
-            process_group: The ranks that load together; by default all.
-            no_dist: Load in this process alone, whatever groups there are.
-            strict: What to do with keys of the checkpoint that the state does not have: True raises, False
-                ignores them, None warns if you load some keys of a group and leave out others.
-            cast: What to do where dtypes differ: True casts, False raises, None casts within a kind with a
-                warning and raises across kinds.
-            allow_partial_load: Leave alone what the checkpoint does not have, instead of raising. It still raises
-                if nothing of the state is in the checkpoint, and if nothing of a group (what stands under one
-                key of the state, such as "model") is, although the checkpoint has that group or the same names
-                with another prefix.
-            ignore_mismatched_sizes: Leave alone tensors whose shape in the checkpoint differs, and log them in
-                one warning, instead of raising.
-            device: Where tensors on the meta device get their memory. None for the device of the mesh of a
-                DTensor, and for others the current accelerator, or the CPU if there is none.
-            allow_pickle: Let objects be unpickled freely, running whatever code the checkpoint holds.
-            safe_globals: Classes and functions that objects of the checkpoint may use.
-            peer_timeout: After how many seconds without a sign of life a rank is taken for dead, and all
-                others raise. Slow storage is not silence: a rank that reads for hours is waited for.
-            on_progress: Called with a ``Progress`` (bytes done, bytes in all, bytes a second) every few MiB that
-                this rank has read, one call at a time, from the threads that read. An exception from it stops the
-                load and is raised.
+        storage_reader: What to read with; by default a ``FileSystemReader`` on ``checkpoint_id``.
+        planner: What decides what is read. By default a ``DefaultLoadPlanner`` with the options below. If
+            you pass a planner, give these options to the planner.
+        process_group: The ranks that load together; by default all.
+        no_dist: Load in this process alone, whatever groups there are.
+        strict: What to do with keys of the checkpoint that the state does not have: True raises, False
+            ignores them, None warns if you load some keys of a group and leave out others.
+        cast: What to do where dtypes differ: True casts, False raises, None casts within a kind with a
+            warning and raises across kinds.
+        allow_partial_load: Leave alone what the checkpoint does not have, instead of raising. It still raises
+            if nothing of the state is in the checkpoint, and if nothing of a group (what stands under one
+            key of the state, such as "model") is, although the checkpoint has that group or the same names
+            with another prefix.
+        ignore_mismatched_sizes: Leave alone tensors whose shape in the checkpoint differs, and log them in
+            one warning, instead of raising.
+        device: Where tensors on the meta device get their memory. None for the device of the mesh of a
+            DTensor, and for others the current accelerator, or the CPU if there is none.
+        allow_pickle: Let objects be unpickled freely, running whatever code the checkpoint holds.
+        safe_globals: Classes and functions that objects of the checkpoint may use.
+        peer_timeout: After how many seconds without a sign of life a rank is taken for dead, and all
+            others raise. Slow storage is not silence: a rank that reads for hours is waited for.
+        on_progress: Called with a ``Progress`` (bytes done, bytes in all, bytes a second) every few MiB that
+            this rank has read, one call at a time, from the threads that read. An exception from it stops the
+            load and is raised.
 
-        Returns:
-            Which keys were loaded on this rank, which were left alone, and which others the checkpoint has.
+    Returns:
+        Which keys were loaded on this rank, which were left alone, and which others the checkpoint has.
 
-        Raises:
-            UsageError: The arguments do not go together, the state is no dict, there is nothing to fill on any
-                rank, or a module on the meta device has tensors that no checkpoint can have, such as
-                non-persistent buffers.
-            CheckpointException: A step failed on some rank; also an instance of that failure's class:
-                CheckpointNotFoundError if there is no checkpoint, IncompleteCheckpointError if a file of it is
-                missing, MissingKeyError, ShapeMismatchError, ChecksumError and so on.
+    Raises:
+        UsageError: The arguments do not go together, the state is no dict, there is nothing to fill on any
+            rank, or a module on the meta device has tensors that no checkpoint can have, such as
+            non-persistent buffers.
+        CheckpointException: A step failed on some rank; also an instance of that failure's class:
+            CheckpointNotFoundError if there is no checkpoint, IncompleteCheckpointError if a file of it is
+            missing, MissingKeyError, ShapeMismatchError, ChecksumError and so on.
 
-        Example:
-            >>> holdfast.load({"model": model, "optimizer": optimizer}, checkpoint_id="checkpoints/100")
+    Example:
+        >>> holdfast.load({"model": model, "optimizer": optimizer}, checkpoint_id="checkpoints/100")
     """
     options = {
         "strict": strict,
