@@ -46,7 +46,7 @@ def open_states(state: Mapping[Any, Any] | Stateful) -> tuple[dict[Any, Any], li
         raise UsageError("the state contains itself, or is nested too deeply to be saved") from None
     if not isinstance(opened, Mapping):
         kind = f"the class {state.__name__}" if isinstance(state, type) else f"a {type(state).__name__}"
-        kind = "None" if state is None else kind
+        kind = kind.replace("a NoneType", "None")
         raise UsageError(
             f"the state to save or load must be a dict, such as {{'model': model, 'step': 7}}. This one is "
             f"{kind}: put it into a dict, under a name that you choose.",
