@@ -116,7 +116,7 @@ def train(arguments: argparse.Namespace) -> Iterator[tuple[int, float]]:
     try:
         holdfast.load(state, checkpoint_id=arguments.checkpoint)
     except holdfast.errors.CheckpointNotFoundError:
-        pass  # the first start
+        pass  # the first start; a checkpoint that is there but damaged raises another error, and ends the job
     for step in range(state["step"] + 1, arguments.steps + 1):
         yield step, training.step(step)
         state["step"] = step

@@ -1,47 +1,56 @@
-"""Which storage serves a place, when the caller names only the place."""
+"""Which storage serves a place, when the caller names only the place; and which planner, if none is given."""
 
-import functools
 import os
-import warnings
-from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from typing import Literal, TypeAlias
 
 from holdfast._io.places import local_path
+from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import UsageError
 from holdfast.filesystem import FileSystemReader, FileSystemWriter
+from holdfast.planner import SavePlanner
 from holdfast.storage import StorageReader, StorageWriter
 
-F = TypeVar("F", bound=Callable[..., Any])
 Place: TypeAlias = str | os.PathLike[str]
 
 
-def storage_may_come_second(keyword: str) -> Callable[[F], F]:
-    """Let a function take its storage as a second positional argument, as it did before torch 2.2."""
+def choose_writer(
+    writer: StorageWriter | None, checkpoint_id: Place | None, *, overwrite: bool | None = None
+) -> StorageWriter:
+    """The caller's writer at the caller's place, or a new one that suits the place.
 
-    def decorate(function: F) -> F:
-        @functools.wraps(function)
-        def with_keyword(*args: Any, **kwargs: Any) -> Any:
-            if len(args) == 2:
-                warnings.warn(
-                    f"pass the second argument of {function.__name__} by its name: {keyword}=",
-                    FutureWarning,
-                    stacklevel=2,
-                )
-                return function(args[0], **{**kwargs, keyword: args[1]})
-            return function(*args, **kwargs)
-
-        return with_keyword  # type: ignore[return-value]
-
-    return decorate
-
-
-def choose_writer(writer: StorageWriter | None, checkpoint_id: Place | None) -> StorageWriter:
-    """The caller's writer at the caller's place, or a new one that suits the place."""
+    Raises:
+        UsageError: There is no place; or there is a writer, and an option that only it can be given.
+    """
     if writer is None:
-        writer = FileSystemWriter(_local_place(checkpoint_id, "storage_writer"))
+        place = _local_place(checkpoint_id, "storage_writer")
+        writer = FileSystemWriter(place, overwrite=overwrite is not False)
         checkpoint_id = None  # it is there already
+    elif overwrite is not None:
+        raise _belongs_elsewhere("overwrite", overwrite, writer)
     writer.reset(checkpoint_id)
     return writer
+
+
+def choose_save_planner(
+    planner: SavePlanner | None, *, check_replicas: bool | Literal["full", "raise"] | None
+) -> SavePlanner:
+    """The caller's planner, or a new one.
+
+    Raises:
+        UsageError: There is a planner, and an option that only it can be given.
+    """
+    if planner is None:
+        return DefaultSavePlanner(check_replicas=True if check_replicas is None else check_replicas)
+    if check_replicas is not None:
+        raise _belongs_elsewhere("check_replicas", check_replicas, planner)
+    return planner
+
+
+def _belongs_elsewhere(name: str, value: object, plugin: object) -> UsageError:
+    kind = type(plugin).__name__
+    return UsageError(
+        f"give {name}={value!r} to the {kind} that you pass, not to save: {kind}({name}={value!r})"
+    )
 
 
 def choose_reader(reader: StorageReader | None, checkpoint_id: Place | None) -> StorageReader:
@@ -53,12 +62,18 @@ def choose_reader(reader: StorageReader | None, checkpoint_id: Place | None) -> 
 
 
 def _local_place(checkpoint_id: Place | None, instead: str) -> Place:
-    if not checkpoint_id:
+    if checkpoint_id is None or checkpoint_id == "":
         raise UsageError(
-            f"where is the checkpoint? Its checkpoint_id must be specified, or a {instead} that knows"
+            f"where is the checkpoint? checkpoint_id must be specified, and is {checkpoint_id!r}: pass the "
+            f'path of a folder, checkpoint_id="checkpoints/100", or a {instead} that knows its place',
+            found=checkpoint_id,
         )
     if not isinstance(checkpoint_id, str | os.PathLike):
-        raise UsageError(f"checkpoint_id must be a path, not {type(checkpoint_id).__name__}")
+        raise UsageError(
+            f"checkpoint_id must be the path of a folder, not {checkpoint_id!r} of type "
+            f"{type(checkpoint_id).__name__}",
+            found=checkpoint_id,
+        )
     try:
         return local_path(checkpoint_id)
     except UsageError as error:

@@ -12,8 +12,10 @@
     ├── StorageError(RuntimeError)              the storage could not do its part
     │   ├── CheckpointNotFoundError(FileNotFoundError)
     │   ├── CheckpointExistsError
+    │   ├── NotAFolderError(FileExistsError, NotADirectoryError)
     │   └── IncompleteWriteError
     ├── IntegrityError(RuntimeError)            the bytes are not the ones that were written
+    │   ├── IncompleteCheckpointError           a file of a checkpoint is missing
     │   ├── ChecksumError
     │   ├── TruncatedFileError(EOFError)
     │   ├── MetadataFormatError
@@ -36,7 +38,7 @@ Errors pickle, because they travel between ranks and processes.
 import functools
 import pickle
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 __all__ = [
@@ -48,11 +50,13 @@ __all__ = [
     "DtypeMismatchError",
     "ExtensionError",
     "ExtensionUnavailableError",
+    "IncompleteCheckpointError",
     "IncompleteWriteError",
     "IntegrityError",
     "InvalidPlanError",
     "MetadataFormatError",
     "MissingKeyError",
+    "NotAFolderError",
     "PlanError",
     "RankLostError",
     "RemoteError",
@@ -127,11 +131,19 @@ class StorageError(CheckpointError, RuntimeError):
 
 
 class CheckpointNotFoundError(StorageError, FileNotFoundError):
-    """There is no complete checkpoint at that place."""
+    """There is no checkpoint at that place.
+
+    ``found`` is None if there is nothing of one. If there are data files without metadata, ``found`` names
+    them: a save was interrupted before its commit, or somebody removed the metadata.
+    """
 
 
 class CheckpointExistsError(StorageError):
     """There is a checkpoint already, and the caller asked not to replace it."""
+
+
+class NotAFolderError(StorageError, FileExistsError, NotADirectoryError):
+    """The place of a checkpoint is a file, or lies below one."""
 
 
 class IncompleteWriteError(StorageError):
@@ -140,6 +152,14 @@ class IncompleteWriteError(StorageError):
 
 class IntegrityError(CheckpointError, RuntimeError):
     """The bytes read are not the bytes that were written."""
+
+
+class IncompleteCheckpointError(IntegrityError):
+    """There is a checkpoint, and a file that belongs to it is missing.
+
+    It is not a ``FileNotFoundError``: a program that takes a missing checkpoint for its first start must not
+    take a damaged one for it.
+    """
 
 
 class ChecksumError(IntegrityError):
@@ -221,11 +241,16 @@ class CheckpointException(CheckpointError):  # noqa: N818 - the name is torch's
         if len(self.failures) == 1 and self.__cause__ in [error for error, _ in self.failures.values()]:
             # A process alone: the cause's traceback is printed before this, and there are no ranks to tell.
             return f"{self.args[0]}: {''.join(_describe(self.__cause__)).rstrip()}"
-        ranks = ", ".join(str(rank) for rank in sorted(self.failures))
-        noun = "rank" if len(self.failures) == 1 else "ranks"
-        lines = [f"{self.args[0]} (failed on {noun} {ranks})" if self.failures else str(self.args[0])]
-        for rank, (error, trace) in sorted(self.failures.items()):
-            lines.append(f"rank {rank}: {''.join(_describe(error)).rstrip()}")
+        if not self.failures:
+            return str(self.args[0])
+        # What many ranks share (a full disk, a missing file) is told once, with the place of the first one.
+        alike: dict[str, list[int]] = {}
+        for rank, (error, _) in sorted(self.failures.items()):
+            alike.setdefault("".join(_describe(error)).rstrip(), []).append(rank)
+        lines = [f"{self.args[0]} (failed on {describe_ranks(self.failures)})"]
+        for text, ranks in alike.items():
+            lines.append(f"{describe_ranks(ranks)}: {text}")
+            trace = self.failures[ranks[0]][1]
             if trace:
                 lines.append("".join(traceback.format_list(trace)).rstrip())
         return "\n".join(lines)
@@ -244,7 +269,8 @@ class CheckpointException(CheckpointError):  # noqa: N818 - the name is torch's
             kind = _joined_class(causes.pop()) if len(causes) == 1 else cls
             made = kind(f"{step} failed", failures, step=step)
             for name, value in {**_os_details(first), **vars(first)}.items():
-                if name not in ("step", "failures"):
+                # Notes are printed with the failure that they belong to.
+                if name not in ("step", "failures", "__notes__"):
                     setattr(made, name, value)
         except Exception:  # noqa: BLE001 - a stranger's class may refuse to be inherited from in any way
             made = cls(f"{step} failed", failures, step=step)
@@ -272,6 +298,18 @@ def _os_details(error: BaseException) -> dict[str, Any]:
     if not isinstance(error, OSError):
         return {}
     return {"errno": error.errno, "strerror": error.strerror, "filename": error.filename}
+
+
+def describe_ranks(ranks: Iterable[int]) -> str:
+    """Ranks in words, neighbours as a range: "rank 5", or "ranks 0-2, 7"."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    told = ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+    return f"ranks {told}" if len(runs) > 1 or runs[0][0] != runs[0][1] else f"rank {told}"
 
 
 def portable_failure(failure: WRAPPED_EXCEPTION) -> WRAPPED_EXCEPTION:

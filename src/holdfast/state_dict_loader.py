@@ -1,6 +1,5 @@
 """Loading a checkpoint."""
 
-import inspect
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,26 +9,28 @@ import torch.distributed as dist
 from typing_extensions import deprecated
 
 from holdfast._background.running_saves import running_saves
+from holdfast._call_arguments import checked_call
 from holdfast._collector import paused_collector
 from holdfast._engine.adapt import adapt_load_planner, adapt_reader
 from holdfast._engine.load import run_load
 from holdfast._engine.load_into import load_into
 from holdfast._io.progress import Progress, ProgressTracker
 from holdfast._ranks.group_exchange import DEFAULT_PEER_TIMEOUT, open_exchange
-from holdfast._storage_choice import choose_reader, storage_may_come_second
+from holdfast._storage_choice import choose_reader
 from holdfast.default_planner import DefaultLoadPlanner, EmptyStateDictLoadPlanner
 from holdfast.errors import UsageError
 from holdfast.load_result import LoadResult
 from holdfast.planner import LoadPlanner
+from holdfast.stateful import Stateful
 from holdfast.storage import StorageReader
 
 __all__ = ["load", "load_state_dict"]
 
 
-@storage_may_come_second("storage_reader")
 @paused_collector()
+@checked_call("storage_reader")
 def load(
-    state_dict: dict[str, Any],
+    state_dict: dict[str, Any] | Stateful,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
     storage_reader: StorageReader | None = None,
@@ -62,8 +63,11 @@ def load(
     number of ranks loads, every rank gets the coordinator's, and the coordinator warns.
 
     Args:
-        state_dict: What to fill. Tensors must have their shape already. It may be empty on some ranks.
-        checkpoint_id: Where from: a folder. Not needed if ``storage_reader`` knows.
+        state_dict: What to fill: a dict. Tensors must have their shape already. It may be empty on some
+            ranks. A single module, optimizer or other Stateful object is filled from a checkpoint of its
+            ``state_dict()``.
+        checkpoint_id: Where from: a folder. Not needed if ``storage_reader`` knows. It may be passed as the
+            second argument, without its name.
         storage_reader: What to read with; by default a ``FileSystemReader`` on ``checkpoint_id``.
         planner: What decides what is read. By default a ``DefaultLoadPlanner`` with the options below. If
             you pass a planner, give these options to the planner.
@@ -93,10 +97,12 @@ def load(
         Which keys were loaded on this rank, which were left alone, and which others the checkpoint has.
 
     Raises:
-        UsageError: The arguments do not go together, there is nothing to fill on any rank, or a module on the
-            meta device has tensors that no checkpoint can have, such as non-persistent buffers.
-        CheckpointException: A step failed on some rank; also an instance of that failure's class, such
-            as MissingKeyError, ShapeMismatchError, ChecksumError or CheckpointNotFoundError.
+        UsageError: The arguments do not go together, the state is no dict, there is nothing to fill on any
+            rank, or a module on the meta device has tensors that no checkpoint can have, such as
+            non-persistent buffers.
+        CheckpointException: A step failed on some rank; also an instance of that failure's class:
+            CheckpointNotFoundError if there is no checkpoint, IncompleteCheckpointError if a file of it is
+            missing, MissingKeyError, ShapeMismatchError, ChecksumError and so on.
 
     Example:
         >>> holdfast.load({"model": model, "optimizer": optimizer}, checkpoint_id="checkpoints/100")
@@ -112,8 +118,8 @@ def load(
     }
     with open_exchange(process_group, purpose="load", no_dist=no_dist, peer_timeout=peer_timeout) as exchange:
         running_saves.come_after(exchange, process_group, checkpoint_id, storage_reader, planner)
-        defaults = inspect.signature(DefaultLoadPlanner).parameters
-        given = ", ".join(name for name, value in options.items() if value != defaults[name].default)
+        defaults = vars(DefaultLoadPlanner())
+        given = ", ".join(name for name, value in options.items() if value != defaults[name])
         if planner is not None and given:
             raise UsageError(f"give {given} to the planner that you pass, not to load")
         reader = choose_reader(storage_reader, checkpoint_id)

@@ -17,6 +17,7 @@ from holdfast._background.save_future import SaveFuture
 from holdfast._background.save_thread import SaveThread
 from holdfast._background.shutdown import prepare_for_shutdown, set_grace_period
 from holdfast._background.staged_copy import CopySource, stager_keys, take_copy
+from holdfast._call_arguments import checked_call
 from holdfast._collector import paused_collector
 from holdfast._engine.adapt import adapt_save_planner, adapt_writer, stages_itself
 from holdfast._engine.save import run_save
@@ -24,13 +25,14 @@ from holdfast._engine.stateful_objects import open_states
 from holdfast._io.progress import Progress, ProgressTracker
 from holdfast._ranks.exchange import Exchange
 from holdfast._ranks.group_exchange import DEFAULT_PEER_TIMEOUT, open_exchange
-from holdfast._storage_choice import choose_writer, storage_may_come_second
+from holdfast._storage_choice import choose_save_planner, choose_writer
 from holdfast._writer_process.client import start_writer_process
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import UsageError
 from holdfast.metadata import STATE_DICT_TYPE, Metadata
 from holdfast.planner import SavePlanner
 from holdfast.staging import AsyncStager
+from holdfast.stateful import Stateful
 from holdfast.storage import StorageWriter
 
 __all__ = [
@@ -48,10 +50,10 @@ WhenBusy: TypeAlias = Literal["wait", "skip", "raise"]
 """What ``async_save`` does while an earlier one is not done."""
 
 
-@storage_may_come_second("storage_writer")
 @paused_collector()
+@checked_call("storage_writer")
 def save(
-    state_dict: STATE_DICT_TYPE,  # type: ignore[type-arg]
+    state_dict: STATE_DICT_TYPE | Stateful,  # type: ignore[type-arg]
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
     storage_writer: StorageWriter | None = None,
@@ -59,6 +61,8 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
+    overwrite: bool | None = None,
+    check_replicas: bool | Literal["full", "raise"] | None = None,
     peer_timeout: float = DEFAULT_PEER_TIMEOUT,
     on_progress: Callable[[Progress], object] | None = None,
 ) -> Metadata:
@@ -78,14 +82,19 @@ def save(
     rank, and the coordinator warns; see ``check_replicas`` of :class:`DefaultSavePlanner`.
 
     Args:
-        state_dict: What to save. It is not changed.
-        checkpoint_id: Where to: a folder. Not needed if ``storage_writer`` knows.
+        state_dict: What to save: a dict. It is not changed. A single module, optimizer or other Stateful
+            object is saved as its ``state_dict()``.
+        checkpoint_id: Where to: a folder. Not needed if ``storage_writer`` knows. It may be passed as the
+            second argument, without its name.
         storage_writer: What to write with; by default a ``FileSystemWriter`` on ``checkpoint_id``.
         planner: What decides what is written; by default ``DefaultSavePlanner()``.
         process_group: The ranks that save together; by default all. Rank 0 of it coordinates.
         no_dist: Save from this process alone, whatever groups there are.
         use_collectives: False: each rank saves its own part (``__{rank}.metadata``) and does not
             communicate.
+        overwrite: False: raise if the folder has a checkpoint already. Not with ``storage_writer``, which
+            has this option itself.
+        check_replicas: As for :class:`DefaultSavePlanner`. Not with ``planner``.
         peer_timeout: After how many seconds without a sign of life a rank is taken for dead, and all
             others raise. Slow storage is not silence: a rank that writes for hours is waited for.
         on_progress: Called with a :class:`Progress` every few MiB that this rank has written, one call at a
@@ -95,7 +104,7 @@ def save(
         The metadata of the checkpoint.
 
     Raises:
-        UsageError: Neither a place nor a writer was given.
+        UsageError: Neither a place nor a writer was given, or the state is no dict.
         CheckpointException: A step failed on some rank; also an instance of that failure's class. Or an
             earlier save in the background failed and nobody asked its future: then this call saves nothing.
 
@@ -111,9 +120,10 @@ def save(
     ) as exchange:
         running_saves.come_after(exchange, process_group, checkpoint_id, storage_writer, planner)
         opened, _ = open_states(state_dict)
-        writer = choose_writer(storage_writer, checkpoint_id)
+        writer = choose_writer(storage_writer, checkpoint_id, overwrite=overwrite)
+        chosen = choose_save_planner(planner, check_replicas=check_replicas)
         tracker = ProgressTracker.reporting_to(on_progress)
-        return _save(opened, writer, planner, exchange, use_collectives=use_collectives, progress=tracker)
+        return _save(opened, writer, chosen, exchange, use_collectives=use_collectives, progress=tracker)
 
 
 @deprecated("save_state_dict is deprecated: use save", category=FutureWarning)
@@ -182,8 +192,9 @@ class AsyncSaveResponse:
     upload_completion: Future[Any]
 
 
+@checked_call("storage_writer")
 def async_save(
-    state_dict: STATE_DICT_TYPE,  # type: ignore[type-arg]
+    state_dict: STATE_DICT_TYPE | Stateful,  # type: ignore[type-arg]
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
     storage_writer: StorageWriter | None = None,
@@ -193,6 +204,8 @@ def async_save(
     async_stager: AsyncStager | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
+    overwrite: bool | None = None,
+    check_replicas: bool | Literal["full", "raise"] | None = None,
     when_busy: WhenBusy = "wait",
     peer_timeout: float = DEFAULT_PEER_TIMEOUT,
 ) -> SaveFuture | AsyncSaveResponse:
@@ -207,8 +220,10 @@ def async_save(
     waits one call longer. If the program ends first, it prints the failure and exits with status 120.
 
     Args:
-        state_dict: What to save. It is not changed.
-        checkpoint_id: Where to: a folder. Not needed if ``storage_writer`` knows.
+        state_dict: What to save: a dict. It is not changed. A single module, optimizer or other Stateful
+            object is saved as its ``state_dict()``.
+        checkpoint_id: Where to: a folder. Not needed if ``storage_writer`` knows. It may be passed as the
+            second argument, without its name.
         storage_writer: What to write with; by default a ``FileSystemWriter`` on ``checkpoint_id``.
         planner: What decides what is written; by default ``DefaultSavePlanner()``.
         process_group: The ranks that save together; by default all. Rank 0 of it coordinates.
@@ -217,6 +232,8 @@ def async_save(
             buffers that are kept for the next save. If you pass a stager, you must close it.
         no_dist: Save from this process alone, whatever groups there are.
         use_collectives: False: each rank saves its own part and does not communicate.
+        overwrite: As for :func:`save`.
+        check_replicas: As for :func:`save`.
         when_busy: What to do while an earlier save that shares something with this one is not done, on any
             rank: ``"wait"`` for it, ``"skip"`` this one, or ``"raise"``.
         peer_timeout: After how many seconds without a sign of life a rank is taken for dead.
@@ -279,7 +296,8 @@ def async_save(
             start_writer_process(wait=False)
 
         opened, _ = open_states(state_dict)
-        writer = adapt_writer(choose_writer(storage_writer, checkpoint_id))
+        writer = adapt_writer(choose_writer(storage_writer, checkpoint_id, overwrite=overwrite))
+        chosen = choose_save_planner(planner, check_replicas=check_replicas)
         copy = take_copy(stager, opened, shared=in_process)
         until_handed_over.callback(copy.release)
         future = SaveFuture(running, waited=waited)
@@ -290,7 +308,7 @@ def async_save(
             future,
             exchange,
             obtain=CopySource(copy, writer, future.staged, running, in_process),
-            planner=adapt_save_planner(DefaultSavePlanner() if planner is None else planner),
+            planner=adapt_save_planner(chosen),
             use_collectives=use_collectives,
             release=copy.release,
         ).start()

@@ -97,7 +97,8 @@ def test_what_is_no_checkpoint_is_said_in_one_line(holdfast: Command, tmp_path: 
         "absent": "there is no such folder",
         "empty": "the folder is empty",
         "file": "is not a folder and not a .metadata file",
-        "unfinished": "has data files, but no .metadata: the save did not complete",
+        "unfinished": "has 1 data file of save 0123456789ab, but no .metadata: the save did not end, or "
+        ".metadata was removed",
         "empty/.metadata": "there is no such file",
         ".": "no checkpoint here; it has no .metadata (it has empty, file, unfinished)",
     }.items():

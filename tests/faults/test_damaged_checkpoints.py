@@ -30,7 +30,7 @@ from holdfast._format import metadata_file
 from holdfast._format.description import column, ints
 from holdfast.errors import (
     CheckpointException,
-    CheckpointNotFoundError,
+    IncompleteCheckpointError,
     IntegrityError,
     InvalidPlanError,
     MetadataFormatError,
@@ -276,7 +276,7 @@ def test_a_metadata_file_of_another_save_is_refused(tmp_path: Path) -> None:
     old = (tmp_path / METADATA).read_bytes()
     hf.save(small_state(2), checkpoint_id=tmp_path)
     (tmp_path / METADATA).write_bytes(old)
-    with pytest.raises(CheckpointNotFoundError, match="missing"):
+    with pytest.raises(IncompleteCheckpointError, match="missing"):
         load(tmp_path, small_state(99))
 
 
@@ -288,7 +288,7 @@ def test_a_missing_data_file_is_named_with_a_key_and_nothing_is_changed(tmp_path
         (tmp_path / name).unlink()
         state = small_state(99)
         raised = failure_of(load, tmp_path, state)
-        assert isinstance(raised, CheckpointNotFoundError)
+        assert isinstance(raised, IncompleteCheckpointError)
         assert (raised.key, raised.path) == (key, str(tmp_path / name))
         assert same(state, small_state(99))
         put_back(tmp_path, intact)

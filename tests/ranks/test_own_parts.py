@@ -1,5 +1,6 @@
 """Checkpoints that ranks write each for itself load whole in any world size, or are refused."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -52,4 +53,30 @@ def test_parts_load_whole_in_any_world_size_or_are_refused(tmp_path: Path) -> No
                 assert "rank: " in found["own"]
     (tmp_path / "alike" / "__1.metadata").unlink()
     ((_, found),) = run_ranks(load_own_parts, 1, str(tmp_path))
-    assert "ranks [1] are missing" in found["alike"]
+    assert "IncompleteCheckpointError" in found["alike"]
+    assert "parts of rank 1 are missing" in found["alike"]
+
+
+def load_each_from_its_own_folder(folder: str) -> list[str]:
+    """As on disks of the ranks' own machines."""
+    mine = f"{folder}/{dist.get_rank()}"
+    raised = []
+    for name in ("first", "damaged"):
+        try:
+            hf.load({"a": torch.zeros(1)}, checkpoint_id=f"{mine}/{name}")
+        except hf.CheckpointException as error:
+            raised.append("first start" if isinstance(error, FileNotFoundError) else str(error))
+        if name == "first":
+            hf.save({"a": torch.ones(1)}, checkpoint_id=f"{mine}/damaged", use_collectives=False)
+            dist.barrier()
+            if dist.get_rank() == 1:
+                shutil.rmtree(f"{mine}/damaged")
+    return raised
+
+
+@pytest.mark.slow
+def test_a_rank_that_finds_nothing_where_others_find_their_parts_is_no_first_start(tmp_path: Path) -> None:
+    for kind, raised in run_ranks(load_each_from_its_own_folder, 3, str(tmp_path)):
+        assert kind == "returned", raised
+        assert raised[0] == "first start"
+        assert "rank 1 of 3 found no part of the checkpoint, the others did" in raised[1]

@@ -81,6 +81,41 @@ def test_a_failed_step_is_an_exception_that_names_ranks_causes_and_places() -> N
     assert error.failures[2][0].errno == 28  # type: ignore[attr-defined]
 
 
+def test_what_many_ranks_share_is_told_once_with_the_ranks_and_one_traceback() -> None:
+    full = {rank: caught(OSError(28, "No space left")) for rank in (*range(30), 31)}
+    error = CheckpointException.of("write", {**full, 30: caught(OSError(5, "disk broken"))})
+    lines = str(error).splitlines()
+    assert lines[0] == "write failed (failed on ranks 0-31)"
+    assert [line for line in lines if "No space left" in line] == [
+        "ranks 0-29, 31: OSError: [Errno 28] No space left"
+    ]
+    assert [line for line in lines if "disk broken" in line] == ["rank 30: OSError: [Errno 5] disk broken"]
+    assert str(error).count("in caught") == 2
+    assert len(lines) < 10
+    assert len(error.failures) == 32
+
+
+def test_a_note_is_printed_once() -> None:
+    cause = OSError(28, "No space left")
+    vars(cause)["__notes__"] = ["nothing was changed"]
+    error = CheckpointException.of("write", {0: caught(cause)})
+    printed = "".join(traceback.format_exception_only(error))
+    assert printed.count("nothing was changed") == (1 if hasattr(cause, "add_note") else 0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([5], "rank 5"),
+        ([3, 2], "ranks 2-3"),
+        ([0, 1, 2, 7, 9, 10], "ranks 0-2, 7, 9-10"),
+        ([1, 3], "ranks 1, 3"),
+    ],
+)
+def test_ranks_are_told_as_ranges(ranks: list[int], text: str) -> None:
+    assert errors.describe_ranks(ranks) == text
+
+
 @pytest.mark.parametrize("cause", [Unpicklable("secret"), NeedsTwoArguments("a", "b")])
 def test_a_failed_step_pickles_whatever_its_cause(cause: Exception) -> None:
     error = CheckpointException("read", {1: caught(cause)}, step="read")

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from holdfast._context import LoadContext
+from holdfast._engine.checkpoint_metadata import not_a_first_start, read_metadata
 from holdfast._engine.per_rank_values import LoadByRank
 from holdfast._engine.ports import LoadPlannerPort, ReaderPort
 from holdfast._engine.rank_view import view_of_rank, warn_of_shared
@@ -11,7 +12,6 @@ from holdfast._io.progress import ProgressTracker
 from holdfast._plan.group_fit import GroupFit, fit_groups, refuse_unfilled
 from holdfast._plan.load_coverage import cover
 from holdfast._ranks.exchange import Exchange
-from holdfast.errors import CheckpointNotFoundError
 from holdfast.load_result import LoadResult
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan
@@ -59,7 +59,7 @@ def run_load(
     context = LoadContext(
         exchange.rank, exchange.world_size, exchange.is_coordinator, progress or ProgressTracker()
     )
-    shared = _read_shared_metadata(reader, exchange)
+    stored, is_shared = read_metadata(reader, exchange)
     by_rank: LoadByRank | None = None
     metadata: Metadata | None = None
     result = LoadResult()
@@ -67,13 +67,12 @@ def run_load(
     def need() -> _Need:
         nonlocal by_rank, metadata, result
         rank, world_size = exchange.rank, exchange.group_size
-        stored = shared or _read_rank_metadata(reader, exchange)
         complete(stored)
         view = view_of_rank(stored, rank=rank, world_size=world_size, state=state_dict)
         metadata = view.metadata
         by_rank = LoadByRank(state_dict, planner, metadata, rank=rank, world_size=world_size)
         planner.plugin.set_up_planner(by_rank.state, metadata, exchange.is_coordinator)
-        reader.set_up(view.stored, context, use_collectives=shared is not None)
+        reader.set_up(view.stored, context, use_collectives=is_shared)
         plan = planner.plugin.create_local_plan()
         result = cover(plan, planner.flat_state(), metadata)
         check(planner.flat_state(), result)
@@ -100,7 +99,7 @@ def run_load(
         assert by_rank is not None
         by_rank.finish()
 
-    exchange.agree("read", read, lambda _: None)
+    exchange.agree("read", not_a_first_start(read), lambda _: None)
     return result
 
 
@@ -153,37 +152,3 @@ def _fit(
     if not may_leave_out or (is_alone and not result.left_alone):
         return GroupFit()
     return fit_groups(result, planner.key_paths(), stored.keys())
-
-
-def _read_shared_metadata(reader: ReaderPort, exchange: Exchange) -> Metadata | None:
-    """The metadata that all ranks share; None where there are only ranks' own parts.
-
-    Metadata that is there and cannot be read is an error: whatever else is in that place is older.
-    """
-
-    def read() -> Metadata | None:
-        try:
-            return reader.read_metadata()
-        except FileNotFoundError:
-            if not reader.has_rank_metadata:
-                raise
-            return None
-
-    if reader.metadata_is_alike:
-        return exchange.share("read metadata", read)
-    # A reader that we do not know may do more than read.
-    own: list[Metadata | None] = []
-    found = exchange.agree("read metadata", lambda: own.append(read()), lambda _: None)
-    assert found is None
-    return own[0]
-
-
-def _read_rank_metadata(reader: ReaderPort, exchange: Exchange) -> Metadata:
-    """What ranks wrote each for itself, as this rank may load it."""
-    try:
-        return reader.read_rank_metadata(exchange.rank, exchange.world_size)
-    except CheckpointNotFoundError:
-        raise
-    except FileNotFoundError:
-        # A stranger's reader has neither form, and knows best what is missing of the usual one.
-        return reader.read_metadata()

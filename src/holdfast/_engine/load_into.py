@@ -9,12 +9,12 @@ from holdfast._engine.ports import LoadPlannerPort, ReaderPort
 from holdfast._engine.stateful_objects import open_states, return_states
 from holdfast._io.progress import ProgressTracker
 from holdfast._ranks.exchange import Exchange
-from holdfast.errors import UsageError
 from holdfast.load_result import LoadResult
+from holdfast.stateful import Stateful
 
 
 def load_into(
-    state_dict: dict[str, Any],
+    state_dict: dict[str, Any] | Stateful,
     planner: LoadPlannerPort,
     reader: ReaderPort,
     exchange: Exchange,
@@ -26,13 +26,9 @@ def load_into(
     Modules on the meta device get memory, and optimizers that have not taken a step get their state.
 
     Raises:
-        UsageError: There is no state.
+        UsageError: The state is neither a dict nor a Stateful object.
         CheckpointException: A step failed on some rank; the same on every rank.
     """
-    if state_dict is None:
-        raise UsageError(
-            "the state to load into is None; give a dict with what to fill, such as {'model': model}"
-        )
     opened, found = open_states(state_dict)
     on_meta = MetaTensors(found)
     optimizers = OptimizerRooms(opened, found, allow_partial=planner.allows_partial)

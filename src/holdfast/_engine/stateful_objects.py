@@ -27,21 +27,33 @@ class OpenedState:
     opened: Any
 
 
-def open_states(state: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[OpenedState]]:
+def open_states(state: Mapping[Any, Any] | Stateful) -> tuple[dict[Any, Any], list[OpenedState]]:
     """A copy of the nested containers in which every Stateful object is replaced by its state.
 
-    Leaves are shared with the original, and so are containers in which there is nothing to replace.
+    Leaves are shared with the original, and so are containers in which there is nothing to replace. A single
+    Stateful object stands for its own state.
 
     Returns:
         The copy, and the objects, inner ones before those that hold them, else in the order of their keys
         as text, which is the same on every rank.
+
+    Raises:
+        UsageError: The state is neither a mapping nor a Stateful object, or it contains itself.
     """
     found: list[OpenedState] = []
     try:
-        opened = _open_entries(state, found)
+        opened = _open(state, found) if not isinstance(state, Mapping) else _open_entries(state, found)
     except RecursionError:
         raise UsageError("the state contains itself, or is nested too deeply to be saved") from None
-    return opened, found
+    if not isinstance(opened, Mapping):
+        kind = f"the class {state.__name__}" if isinstance(state, type) else f"a {type(state).__name__}"
+        kind = kind.replace("a NoneType", "None")
+        raise UsageError(
+            f"the state to save or load must be a dict, such as {{'model': model, 'step': 7}}. This one is "
+            f"{kind}: put it into a dict, under a name that you choose.",
+            found=type(state).__name__,
+        )
+    return opened, found  # type: ignore[return-value]
 
 
 def _open_entries(entries: Mapping[Any, Any], found: list[OpenedState]) -> dict[Any, Any]:
@@ -77,7 +89,9 @@ def entries_of(container: Any) -> Iterable[tuple[Any, Any]]:
     return container.items() if isinstance(container, Mapping) else enumerate(container)
 
 
-def return_states(original: dict[Any, Any], opened: dict[Any, Any], found: list[OpenedState]) -> None:
+def return_states(
+    original: dict[Any, Any] | Stateful, opened: dict[Any, Any], found: list[OpenedState]
+) -> None:
     """After a load into ``opened``: give each object its state, and put loaded values where they belong."""
     states = {id(inner.opened) for inner in found}
     for inner in found:
@@ -87,6 +101,8 @@ def return_states(original: dict[Any, Any], opened: dict[Any, Any], found: list[
             load_exactly(inner.owner, inner.state)
         else:
             inner.owner.load_state_dict(inner.state)
+    if not isinstance(original, Mapping):
+        return  # a single object, which has its state by now
     _put_all_back(original, opened, states)
     if type(original) not in (dict, OrderedDict):
         # A mapping of the caller's may want to know what was loaded: torch tells it so.

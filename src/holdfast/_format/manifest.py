@@ -163,16 +163,8 @@ def decode(data: bytes | memoryview, *, path: str) -> Manifest:
     Raises:
         MetadataFormatError: It is damaged, of a newer major version, or has checksums of another kind.
     """
+    _check_version(data, path)
     try:
-        version = msgspec.msgpack.decode(data, type=_Version).version
-        if version[0] > FORMAT_MAJOR:
-            raise MetadataFormatError(
-                f"{path} is of format {version[0]}.{version[1]}; this version of holdfast reads up to "
-                f"{FORMAT_MAJOR}.x. Update holdfast to read it.",
-                path=path,
-                expected=FORMAT_MAJOR,
-                found=version[0],
-            )
         manifest = msgspec.msgpack.decode(data, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _damaged(path, str(error)) from error
@@ -196,8 +188,34 @@ def decode(data: bytes | memoryview, *, path: str) -> Manifest:
     return manifest
 
 
-class _Version(msgspec.Struct):
+def file_names_in(data: bytes | memoryview, *, path: str) -> list[str]:
+    """The names of the data files that a manifest speaks of, without a look at anything else in it.
+
+    Raises:
+        MetadataFormatError: It is damaged, or of a newer major version.
+    """
+    return _check_version(data, path).file_names
+
+
+class _Head(msgspec.Struct):
     version: tuple[int, int]
+    file_names: list[str] = msgspec.field(default_factory=list)
+
+
+def _check_version(data: bytes | memoryview, path: str) -> _Head:
+    try:
+        head = msgspec.msgpack.decode(data, type=_Head)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _damaged(path, str(error)) from error
+    if head.version[0] > FORMAT_MAJOR:
+        raise MetadataFormatError(
+            f"{path} is of format {head.version[0]}.{head.version[1]}; this version of holdfast reads up to "
+            f"{FORMAT_MAJOR}.x. Update holdfast to read it.",
+            path=path,
+            expected=FORMAT_MAJOR,
+            found=head.version[0],
+        )
+    return head
 
 
 def _damaged(path: str, problem: str) -> MetadataFormatError:

@@ -13,6 +13,7 @@
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 METADATA = ".metadata"
@@ -62,6 +63,20 @@ def parse_data_file(name: str) -> DataFile | None:
     """What the name of a data file tells, ours or torch's; None if it is no such name."""
     found = _DATA_FILE.fullmatch(name)
     return DataFile(int(found[1]), int(found[2]), found[3]) if found else None
+
+
+def describe_data_files(names: Iterable[str]) -> str | None:
+    """The data files among ``names`` in words: how many, of which saves; None if there are none."""
+    files = {name: file for name in names if (file := parse_data_file(name))}
+    if not files:
+        return None
+    saves = sorted({file.save for file in files.values() if file.save})
+    of = [f"of save {', '.join(saves)}"] if saves else []
+    strangers = sorted(name for name, file in files.items() if not file.save)
+    if strangers:
+        more = ", ..." if len(strangers) > 3 else ""
+        of.append(f"in torch's naming ({', '.join(strangers[:3])}{more})")
+    return f"{len(files)} data file{'s' if len(files) > 1 else ''} {' and '.join(of)}"
 
 
 def is_data_file(name: str) -> bool:

@@ -13,6 +13,7 @@ dead when its lease was not renewed for ``EXPIRY_SECONDS`` by the clock of the s
 happens if a process is stopped, for longer than that, between the last look at its lease and the commit.
 """
 
+import dataclasses
 import functools
 import logging
 import os
@@ -21,6 +22,7 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -28,7 +30,7 @@ import msgspec
 from holdfast._format.names import lease_name, save_of_lease
 from holdfast._io.pool import Worker
 from holdfast._io.store import ByteStore, Claim
-from holdfast.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from holdfast.errors import CheckpointError, StorageError
 
 __all__ = ["Lease", "LeaseHolder", "take_lease"]
 
@@ -41,6 +43,7 @@ _ATTEMPTS = 5
 _held: set[str] = set()
 """The leases of this process that are not released: one that could not be removed is over all the same."""
 _LONGEST_PAUSE = 0.2
+_MOST_BYTES = 16 << 20  # a lease that replaces files in torch's naming lists them
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,9 @@ class LeaseHolder:
         started: When the process began, in ticks since the machine did; a later process may have its number.
         shared: Whether other saves of this kind may run beside this one.
         renewed_ns: When the lease was written, by the clock of its writer, for stores that tell no times.
+        replaces: What the save removes once it has committed: saves whose data files go, and names of data
+            files that tell no save. Who finds the lease of a killed save learns here what that one left.
+        over: Whether the save is over, and the lease stays only for what it could not remove.
     """
 
     host: str
@@ -64,11 +70,14 @@ class LeaseHolder:
     started: int
     shared: bool
     renewed_ns: int
+    replaces: tuple[str, ...] = ()
+    over: bool = False
 
     @classmethod
-    def this_process(cls, *, shared: bool) -> "LeaseHolder":
+    def this_process(cls, *, shared: bool, replaces: Iterable[str] = ()) -> "LeaseHolder":
         """This process, now."""
-        return cls(*_identity(os.getpid()), shared=shared, renewed_ns=time.time_ns())
+        identity = _identity(os.getpid())
+        return cls(*identity, shared=shared, renewed_ns=time.time_ns(), replaces=tuple(sorted(replaces)))
 
     def encode(self) -> bytes:
         """The content of a lease."""
@@ -136,6 +145,10 @@ def _start_of(pid: int) -> int | None:
     return None if fields[0] in {b"Z", b"X"} else int(fields[19])
 
 
+_UNKNOWN = LeaseHolder("?", "", "", 0, 0, shared=False, renewed_ns=0)
+"""Whoever holds a lease that cannot be read right now: it may be one that is being renewed."""
+
+
 class Lease:
     """The right of one save to write into a place, until it is released, dropped, or the process ends.
 
@@ -145,20 +158,30 @@ class Lease:
     Args:
         store: The place.
         save_id: The save.
-        holder: Who writes.
+        shared: Whether other saves of this kind may run beside this one.
         claim: The lock that goes with it.
+
+    Attributes:
+        dead: The saves whose leases were found and removed when this one was taken: they were killed.
+        left_by_dead: What these would have removed after their commits, as in ``LeaseHolder.replaces``.
     """
 
-    def __init__(self, store: ByteStore, save_id: str, holder: LeaseHolder, claim: Claim) -> None:
+    def __init__(self, store: ByteStore, save_id: str, shared: bool, claim: Claim) -> None:
+        self.dead: set[str] = set()
+        self.left_by_dead: set[str] = set()
         self._store = store
-        self._holder = holder
+        self._shared = shared
+        self._replaces: set[str] = set()
         self._claim = claim
         self._owner = os.getpid()
         self._over = threading.Event()
+        self._left = threading.Event()
         self._thread: Worker | None = None
         self.name = lease_name(save_id)
         # Nothing that the finalizer or the thread refers to may refer to the lease.
-        self._drop = weakref.finalize(self, _end, store, self.name, claim, self._over, self._owner)
+        self._drop = weakref.finalize(
+            self, _end, store, self.name, claim, self._over, self._left, self._owner
+        )
         self._drop.atexit = False
 
     def begin(self) -> None:
@@ -172,23 +195,48 @@ class Lease:
         # closed until it expires.
         for attempt in range(3):
             try:
-                self._store.replace(self.name, self._holder.encode(), durable=False)
+                self._store.replace(self.name, self._content(), durable=False)
             except FileNotFoundError:  # noqa: PERF203 - a clean-up may take the temporary file for a leftover
                 if attempt == 2:
                     raise
             else:
                 return
 
+    def _content(self) -> bytes:
+        return LeaseHolder.this_process(shared=self._shared, replaces=self._replaces).encode()
+
+    def note_replaced(self, replaces: Iterable[str]) -> None:
+        """Before a commit: write down what goes after it, for the case that this process is killed between.
+
+        Args:
+            replaces: As in ``LeaseHolder``.
+        """
+        before = len(self._replaces)
+        self._replaces.update(replaces)
+        if len(self._replaces) != before:
+            self._store.rewrite(self.name, self._content())
+
+    def inherit(self, dead: "dict[str, LeaseHolder | None]") -> None:
+        """End the leases of dead saves, given by their names, and take over what these had to remove."""
+        self.dead |= {save for name in dead if (save := save_of_lease(name))}
+        self.left_by_dead |= {left for holder in dead.values() if holder for left in holder.replaces}
+        self.note_replaced(self.dead | self.left_by_dead)
+        self._store.delete(dead)
+
     def keep(self) -> None:
         """Renew the lease from now on, in a thread. Does nothing if that goes on already."""
         if self._thread is not None:
             return
-        store, name, over, shared = self._store, self.name, self._over, self._holder.shared
+        store, name, over, shared, replaces = (
+            *(self._store, self.name, self._over),
+            *(self._shared, self._replaces),
+        )
 
         def renew() -> None:
             while not over.wait(RENEWAL_SECONDS):
                 try:
-                    if not store.rewrite(name, LeaseHolder.this_process(shared=shared).encode()):
+                    holder = LeaseHolder.this_process(shared=shared, replaces=replaces.copy())
+                    if not store.rewrite(name, holder.encode()):
                         return
                 except Exception as error:  # noqa: BLE001, PERF203 - the next renewal may work
                     logger.warning("%s: the lease of a save could not be renewed: %s", store.url, error)
@@ -205,23 +253,23 @@ class Lease:
         self._thread = None
         self._over.clear()
 
-    def others(self, names: set[str]) -> tuple[dict[str, LeaseHolder], list[str]]:
+    def others(self, names: set[str]) -> tuple[dict[str, LeaseHolder], dict[str, LeaseHolder | None]]:
         """The other leases among ``names``, which were listed after this lease was written.
 
         Returns:
-            The living saves with their holders, and the leases of the dead.
+            The living saves with their holders; the leases of the dead by name, with what these say.
         """
-        living, dead = dict[str, LeaseHolder](), list[str]()
+        living, dead = dict[str, LeaseHolder](), dict[str, LeaseHolder | None]()
         leases = {name: save for name in names if (save := save_of_lease(name)) and name != self.name}
         if leases:
-            self._store.rewrite(self.name, self._holder.encode())
+            self._store.rewrite(self.name, self._content())
         now = self._store.modified_ns(self.name) if leases else None
         for name, save in leases.items():
-            holder = _living_holder(self._store, name, now)
-            if holder is None:
-                dead.append(name)
+            holder = _read_holder(self._store, name)
+            if _is_alive(self._store, name, holder, now):
+                living[save] = holder or _UNKNOWN
             else:
-                living[save] = holder
+                dead[name] = holder
         return living, dead
 
     def check(self) -> None:
@@ -237,50 +285,78 @@ class Lease:
         """Remove the lease and let others in. Does nothing the second time, and nothing in a forked child."""
         try:
             self.pause()
+            if self._left.is_set() and os.getpid() == self._owner and self._drop.alive:
+                self._write_that_it_is_over()
         finally:
             self._drop()
 
+    def leave(self) -> None:
+        """Let the lease stay when it is released: the next save removes what this one could not."""
+        self._left.set()
 
-def _end(store: ByteStore, name: str, claim: Claim, over: threading.Event, owner: int) -> None:
+    def _write_that_it_is_over(self) -> None:
+        holder = LeaseHolder.this_process(shared=self._shared, replaces=self._replaces)
+        try:
+            self._store.rewrite(self.name, dataclasses.replace(holder, over=True).encode())
+        except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
+            self._left.clear()
+            logger.warning("%s: what a save left cannot be noted: %s", self._store.url, error)
+
+
+def _end(
+    store: ByteStore, name: str, claim: Claim, over: threading.Event, left: threading.Event, owner: int
+) -> None:
     if os.getpid() != owner:
         return
     over.set()
     _held.discard(name)
     try:
-        store.delete([name])
+        if not left.is_set():
+            store.delete([name])
     except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
         logger.warning("%s: the lease of a save could not be removed: %s", store.url, error)
     finally:
         claim.release()
 
 
-def _living_holder(store: ByteStore, name: str, now_ns: int | None) -> LeaseHolder | None:
-    """Who holds a lease; None if that save is dead, or over."""
+def _read_holder(store: ByteStore, name: str) -> LeaseHolder | None:
+    """What a lease says; None if it is over, or cannot be read."""
     try:
-        holder = LeaseHolder.decode(store.read(name, max_bytes=1 << 16))
-    except CheckpointNotFoundError:
-        return None
+        return LeaseHolder.decode(store.read(name, max_bytes=_MOST_BYTES))
     except (OSError, CheckpointError):
-        holder = None  # another user's, perhaps, who lets nobody read it: its age must do
-    if holder and name not in _held and holder.identity == _identity(os.getpid()):
         return None
+
+
+def _is_alive(store: ByteStore, name: str, holder: LeaseHolder | None, now_ns: int | None) -> bool:
+    """Whether the save of a lease goes on."""
+    if holder is None and not store.exists(name):
+        return False
+    if holder and holder.over:
+        return False
+    if holder and name not in _held and holder.identity == _identity(os.getpid()):
+        return False
     running = holder.is_running() if holder else None
     if running is not None:
-        return holder if running else None
+        return running
+    # Of another machine, or another user's, perhaps, who lets nobody read it: its age must do.
     renewed_ns = store.modified_ns(name)
     if renewed_ns is None or now_ns is None:
         now_ns = time.time_ns()
         # Nothing is known of it: it is alive until somebody can tell.
         renewed_ns = holder.renewed_ns if holder else now_ns
-    expired = now_ns - renewed_ns > EXPIRY_SECONDS * 1e9
-    # A lease that cannot be read right now may be one that is being renewed.
-    return None if expired else holder or LeaseHolder("?", "", "", 0, 0, False, renewed_ns)  # noqa: FBT003
+    return now_ns - renewed_ns <= EXPIRY_SECONDS * 1e9
 
 
 class _NoLease(Lease):
     """The lease of a save into a store that cannot list its files: nobody would find it."""
 
     def begin(self) -> None:
+        pass
+
+    def note_replaced(self, replaces: Iterable[str]) -> None:
+        pass
+
+    def leave(self) -> None:
         pass
 
     def keep(self) -> None:
@@ -308,15 +384,14 @@ def take_lease(store: ByteStore, save_id: str, *, shared: bool) -> Lease:
         claim = store.claim(shared=shared)
         if claim is None:
             raise _taken(store, _somebody(store))
-        holder = LeaseHolder.this_process(shared=shared)
-        lease = (Lease if store.traits.can_list else _NoLease)(store, save_id, holder, claim)
+        lease = (Lease if store.traits.can_list else _NoLease)(store, save_id, shared, claim)
         try:
             lease.begin()
-            living, dead = lease.others(store.names()) if store.traits.can_list else ({}, [])
+            living, dead = lease.others(store.names()) if store.traits.can_list else ({}, {})
             in_the_way = [other for other in living.values() if not (shared and other.shared)]
             if not in_the_way:
-                # First of all: who was taken for dead by mistake shall not commit any more.
-                store.delete(dead)
+                # First of all: who was taken for dead by mistake must not commit any more.
+                lease.inherit(dead)
                 return lease
         except BaseException:
             lease.release()
@@ -328,8 +403,10 @@ def take_lease(store: ByteStore, save_id: str, *, shared: bool) -> Lease:
 def _somebody(store: ByteStore) -> LeaseHolder | None:
     """Who may be the one that holds the lock of a place, for a message."""
     for name in store.names():
-        if save_of_lease(name) and (holder := _living_holder(store, name, time.time_ns())):
-            return holder
+        if save_of_lease(name):
+            holder = _read_holder(store, name)
+            if _is_alive(store, name, holder, time.time_ns()):
+                return holder or _UNKNOWN
     return None
 
 

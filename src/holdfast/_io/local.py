@@ -8,14 +8,14 @@ from contextlib import contextmanager, suppress
 
 from typing_extensions import Buffer
 
-from holdfast._format.names import temporary_name
+from holdfast._format.names import METADATA, temporary_name
 from holdfast._io.local_buffers import BUFFER_NBYTES
 from holdfast._io.local_claim import claim_folder
 from holdfast._io.local_reader import LocalReader
 from holdfast._io.local_writer import LocalWriter, flush_to_disk, naming, write_fully
 from holdfast._io.store import ByteStore, Claim, check_name, taken_name
 from holdfast._io.streams import byte_view
-from holdfast.errors import CheckpointNotFoundError, StorageError, UnsafeMetadataError
+from holdfast.errors import CheckpointNotFoundError, NotAFolderError, StorageError, UnsafeMetadataError
 
 __all__ = ["LocalStore"]
 
@@ -56,6 +56,9 @@ class LocalStore(ByteStore):
         missing = []
         folder = self._folder
         while not os.path.isdir(folder):
+            # Another rank may make it between two looks.
+            if os.path.exists(folder) and not os.path.isdir(folder):
+                raise _not_a_folder(folder)
             missing.append(folder)
             folder = os.path.dirname(folder)
         for folder in reversed(missing):
@@ -82,6 +85,8 @@ class LocalStore(ByteStore):
             fd = os.open(path, _OLD)
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(f"{path}: there is no such file.", path=path) from error
+        except NotADirectoryError as error:
+            raise _not_a_folder(self._folder) from error
         except OSError as error:
             # Linux says ELOOP for a link that must not be followed, the BSDs EMLINK; ENXIO is a socket.
             if error.errno in {errno.ELOOP, errno.EMLINK, errno.ENXIO}:
@@ -139,6 +144,8 @@ class LocalStore(ByteStore):
                 return {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
         except FileNotFoundError:
             return set()
+        except NotADirectoryError as error:
+            raise _not_a_folder(self._folder) from error
 
     def modified_ns(self, name: str) -> int | None:
         """When a file was last written or touched, by the clock of the file system."""
@@ -183,6 +190,17 @@ def _size(entry: "os.DirEntry[str]") -> int | None:
         if entry.is_file(follow_symlinks=False):
             return entry.stat(follow_symlinks=False).st_size
     return None
+
+
+def _not_a_folder(path: str) -> NotAFolderError:
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    folder, name = os.path.split(path)
+    if name == METADATA:
+        hint = f"Name the folder that it is in: {folder}"
+    else:
+        hint = "A checkpoint is a folder: name another path. (What torch.save wrote is read by torch.load.)"
+    return NotAFolderError(f"{path} is a file, not the folder of a checkpoint. {hint}", path=path)
 
 
 def _make_folder(path: str) -> None:

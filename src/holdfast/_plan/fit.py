@@ -19,6 +19,7 @@ from holdfast.per_rank import KEPT
 
 logger = logging.getLogger(__name__)
 _MOST_NAMED = 20
+_MOST_EXAMPLES = 3
 
 
 def plan_load(
@@ -176,11 +177,11 @@ def _check_unexpected(
     roots = {_root(key, paths) for key in state}
     forgotten = [key for key in unexpected if _root(key, paths) in roots and len(paths.get(key, ())) > 1]
     if forgotten:
+        more = ", ..." if len(forgotten) > _MOST_EXAMPLES else ""
         logger.warning(
-            "%d values of the checkpoint are not loaded, though their neighbours are: %s. "
-            "strict=True raises instead, strict=False says nothing.",
-            len(forgotten),
-            _listed(forgotten, ", "),
+            "%d value(s) of the checkpoint are not loaded, because the state does not have them: %s%s "
+            "(strict=True makes this an error, strict=False hides it)",
+            *(len(forgotten), ", ".join(forgotten[:_MOST_EXAMPLES]), more),
         )
 
 

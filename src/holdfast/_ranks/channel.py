@@ -1,8 +1,8 @@
 """The channel of a process group: it is opened once, and lives as long as the group.
 
 It is a star of sockets with the coordinator in the middle. Opening it takes two small collectives of the
-caller's group, whatever its backend; from then on a save or load in any thread runs beside the trainer's
-own collectives without touching them.
+caller's group, whatever its backend, once all ranks have called; from then on a save or load in any thread
+runs beside the trainer's own collectives without touching them.
 
 Why it is not a ``TCPStore``: a client of a stopped server hangs in native code past every timeout
 (measured: 12 s with a timeout of 3, until the server was killed), a dead rank is seen only by what it no
@@ -26,6 +26,7 @@ from holdfast._ranks.addresses import Address, address_of_port
 from holdfast._ranks.coordinator import CoordinatorEnd
 from holdfast._ranks.failures import attempt
 from holdfast._ranks.listener import MOST_UNPROVED
+from holdfast._ranks.roll_call import call_roll, call_timeout
 from holdfast._ranks.worker import WorkerEnd
 from holdfast.errors import WRAPPED_EXCEPTION, CheckpointException, UsageError
 
@@ -70,21 +71,24 @@ _groups_lock = threading.Lock()
 _open_ends: "weakref.WeakSet[CoordinatorEnd | WorkerEnd]" = weakref.WeakSet()
 
 
-def open_channel(group: dist.ProcessGroup | None = None, coordinator_rank: int = 0) -> Channel:
+def open_channel(
+    group: dist.ProcessGroup | None = None, coordinator_rank: int = 0, purpose: str = "save"
+) -> Channel:
     """Return the channel of a group; the first call opens it.
 
-    Every rank of the group must call it. The first call uses the group's own collectives, so it must be
-    made in the thread that makes the trainer's, in the same order on all ranks; later calls use none. A
-    group that has been destroyed and made again is a new group.
+    Every rank of the group must call it. The first call waits until all have done so. Then it uses the
+    group's own collectives, so it must be made in the thread that makes the trainer's, in the same order on
+    all ranks; later calls use none. A group that has been destroyed and made again is a new group.
 
     Args:
         group: The process group; by default all ranks.
         coordinator_rank: The number in the group of the rank that decides.
+        purpose: What was called, ``"save"`` or ``"load"``, for messages.
 
     Raises:
         UsageError: This process is not in the group, or the coordinator is not.
-        CheckpointException: Some rank cannot reach the coordinator, or the coordinator may not open a
-            socket for each rank; the same on every rank.
+        CheckpointException: Some rank has not called within the timeout of the group; or cannot reach the
+            coordinator; or the coordinator may not open a socket for each rank. The same on every rank.
     """
     whole = group if group is not None else dist.group.WORLD
     assert whole is not None
@@ -101,6 +105,7 @@ def open_channel(group: dist.ProcessGroup | None = None, coordinator_rank: int =
         of_group = _groups.setdefault(whole, _GroupChannels())
     with of_group.opening:
         if coordinator_rank not in of_group.channels:
+            call_roll(whole, coordinator_rank, purpose)
             channel = _connect_ranks(whole, rank, world_size, coordinator_rank)
             _open_ends.add(channel.end)
             # Not at exit: the order there is ours, see below.
@@ -115,7 +120,8 @@ def _connect_ranks(group: dist.ProcessGroup, rank: int, world_size: int, coordin
     failure: WRAPPED_EXCEPTION | None = None
     offer: list[Any] = [None]
     if rank == coordinator:
-        opened, failure = attempt(lambda: _with_address(_open_coordinator(rank, world_size)))
+        timeout = call_timeout(group)
+        opened, failure = attempt(lambda: _with_address(_open_coordinator(rank, world_size, timeout)))
         if opened is not None and isinstance(opened[0], CoordinatorEnd):
             offer = [(opened[1], opened[0].secret)]
     dist.broadcast_object_list(offer, src=root, group=group)
@@ -142,7 +148,7 @@ def _with_address(end: CoordinatorEnd | WorkerEnd) -> tuple[CoordinatorEnd | Wor
         raise
 
 
-def _open_coordinator(rank: int, world_size: int) -> CoordinatorEnd:
+def _open_coordinator(rank: int, world_size: int, call_timeout: float) -> CoordinatorEnd:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = world_size - 1 + MOST_UNPROVED + _OTHER_FILES
     is_open = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
@@ -153,7 +159,7 @@ def _open_coordinator(rank: int, world_size: int) -> CoordinatorEnd:
             f"{is_open} that it has open, but its limit (RLIMIT_NOFILE) is {limit}. Start the job with a "
             f"higher limit, for example: ulimit -n {2 * (is_open + needed)}",
         )
-    return CoordinatorEnd(rank, world_size)
+    return CoordinatorEnd(rank, world_size, call_timeout)
 
 
 @atexit.register

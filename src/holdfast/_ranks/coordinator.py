@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Mapping
 
+from holdfast._ranks import roll_call
 from holdfast._ranks.authentication import ConnectionRequest, new_secret
 from holdfast._ranks.event_loop import EventLoop
 from holdfast._ranks.failures import (
@@ -23,19 +24,26 @@ from holdfast._ranks.peer import Peer
 from holdfast.errors import WRAPPED_EXCEPTION
 
 logger = logging.getLogger(__name__)
+_ANSWER_TIME = 1.0  # seconds that a rank has to say that it has begun a session
 
 
 class CoordinatorEnd:
     """What the coordinator knows and tells.
+
+    Args:
+        rank: The coordinator.
+        world_size: How many ranks there are.
+        call_timeout: After how many seconds a session fails that some rank has not even begun.
 
     Attributes:
         listener: Where the other ranks connect.
         secret: What a rank must know to connect.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, call_timeout: float = math.inf) -> None:
         self.secret = new_secret()
         self._rank = rank
+        self._call_timeout = call_timeout
         self._peers: dict[int, Peer] = {}
         self._ledger = Ledger(world_size, self._tell_failure)
         self._broken: BaseException | None = None
@@ -61,7 +69,7 @@ class CoordinatorEnd:
 
     def expect(self, number: int, step: int, label: Label) -> None:
         """Wait for other ranks without having done this rank's part: those that are missing are watched."""
-        self._loop.call(lambda: self._ledger.expect(number, step, self._rank, label, time.monotonic()))
+        self._loop.call(lambda: self._expect(number, step, self._rank, label))
 
     def gather(
         self, number: int, step: int, label: Label, failure: WRAPPED_EXCEPTION | None
@@ -174,13 +182,15 @@ class CoordinatorEnd:
             label, failure = Label(*decode(message.body[:1])), unpack(message.body[1:]).failures[rank]
             self._deliver(number, step, rank, label, None, failure)
         elif kind is MessageKind.EXPECT:
-            self._ledger.expect(number, step, rank, Label(*decode(message.body)), time.monotonic())
+            self._expect(number, step, rank, Label(*decode(message.body)))
         elif kind is MessageKind.ABORT:
             self._ledger.leave(number, rank, unpack(message.body))
         elif kind is MessageKind.GIVE_UP:
             self._ledger.give_up(number, unpack(message.body))
         elif kind is MessageKind.END:
             self._ledger.end(number, rank)
+        elif kind is MessageKind.BEGUN:
+            self._ledger.has_begun(number, rank)
 
     def _deliver(
         self,
@@ -194,6 +204,44 @@ class CoordinatorEnd:
         deadline = self._ledger.deliver(number, step, rank, label, part, failure, time.monotonic())
         if deadline is not None:
             self._loop.call_at(deadline, self._ledger.check_deadlines)
+        self._remind_later(number)
+
+    def _expect(self, number: int, step: int, rank: int, label: Label) -> None:
+        self._ledger.expect(number, step, rank, label, time.monotonic())
+        self._remind_later(number)
+
+    def _remind_later(self, number: int) -> None:
+        """Ask after a while for ranks that have not begun a session that others have begun."""
+        session = self._ledger.session(number)
+        if not session.is_watched:
+            session.is_watched = True
+            now, interval = time.monotonic(), roll_call.FIRST_REMINDER
+            self._loop.call_at(now + interval, lambda _: self._ask(number, now, interval))
+
+    def _ask(self, number: int, since: float, interval: float) -> None:
+        if self.listener.has_begun(number):
+            self._ledger.has_begun(number, self._rank)
+        absent, _ = self._ledger.absent(number)
+        # A rank that is busy with its part has told nothing yet.
+        for rank in self._peers.keys() & set(absent):
+            self._loop.post(self._peers[rank], Message(MessageKind.ASK, number))
+        if absent:
+            at = time.monotonic() + _ANSWER_TIME
+            self._loop.call_at(at, lambda now: self._remind(number, since, interval, now))
+
+    def _remind(self, number: int, since: float, interval: float, now: float) -> None:
+        absent, label = self._ledger.absent(number)
+        if not absent:
+            return
+        if label is not None and now - since >= self._call_timeout:
+            failures = roll_call.absent_ranks(absent, label.purpose)
+            self._ledger.fail(number, SessionFailure(label.step, failures))
+            return
+        if label is not None:
+            logger.warning("%s", roll_call.describe_absence(absent, label.purpose))
+        interval = roll_call.next_interval(interval)
+        at = min(now + interval, max(now, since + self._call_timeout))
+        self._loop.call_at(at, lambda _: self._ask(number, since, interval))
 
     def on_lost(self, peer: Peer, reason: str) -> None:
         """Record that the rank is lost."""

@@ -59,7 +59,7 @@ def open_exchange(
         return Alone()
     if not use_collectives or dist.get_world_size(group) == 1:
         return Alone(dist.get_rank(group), dist.get_world_size(group))
-    return GroupExchange(open_channel(group, coordinator_rank), purpose, peer_timeout)
+    return GroupExchange(open_channel(group, coordinator_rank, purpose), purpose, peer_timeout)
 
 
 @contextlib.contextmanager

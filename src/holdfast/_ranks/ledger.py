@@ -66,6 +66,8 @@ class Session:
         deadline: When the session fails because a part has failed, even if other parts are missing.
         ended: The ranks that have left the session.
         later: What fails the session as soon as the step that is being decided is concluded.
+        begun: The ranks that are known to have begun the session.
+        is_watched: Whether ranks that do not begin the session will be asked for.
     """
 
     missing: set[int]
@@ -80,6 +82,8 @@ class Session:
     deadline: float | None = None
     ended: set[int] = field(default_factory=set)
     later: list[SessionFailure] = field(default_factory=list)
+    begun: set[int] = field(default_factory=set)
+    is_watched: bool = False
 
 
 class Ledger:
@@ -143,6 +147,7 @@ class Ledger:
     def _enter(self, number: int, step: int, rank: int, label: Label) -> Session | None:
         """Return the session if it has not failed and all ranks in it are at the same step."""
         session = self.session(number)
+        session.begun.add(rank)
         if session.failure is not None:
             self._failed(number, session.failure, rank)
             return None
@@ -216,6 +221,21 @@ class Ledger:
                 del self._sessions[number]
             else:
                 self._decide_or_fail(number, session, -math.inf)
+
+    def has_begun(self, number: int, rank: int) -> None:
+        """Record that a rank has begun the session, although it has done nothing in it yet."""
+        if number in self._sessions:
+            self._sessions[number].begun.add(rank)
+
+    def absent(self, number: int) -> tuple[list[int], Label | None]:
+        """Return the ranks that have not begun a session, and the label of those who wait, if any do.
+
+        If the session is over, there are no such ranks.
+        """
+        session = self._sessions.get(number)
+        if session is None or session.failure is not None:
+            return [], None
+        return sorted(self._ranks - session.begun), session.label or session.expected
 
     def waiting(self) -> Iterator[tuple[int, set[int], Label]]:
         """Yield the sessions in which some rank waits: the number, the missing ranks, and the label."""

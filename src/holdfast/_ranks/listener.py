@@ -78,6 +78,10 @@ class Listener:
         for key in [key for key in self._for_broadcasts if session_of_key(key) == number]:
             self._close_broadcast(key)
 
+    def has_begun(self, number: int) -> bool:
+        """Return whether this rank has begun a session. Only for the loop's thread."""
+        return number <= self._latest
+
     def is_over(self, number: int) -> bool:
         """Return whether this rank has left a session. Only for the loop's thread."""
         return number <= self._latest and number not in self._sessions

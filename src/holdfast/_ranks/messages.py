@@ -36,6 +36,8 @@ class MessageKind(enum.IntEnum):
     FAILURE = 8  # from the coordinator: the session has failed
     LEAVING = 9  # either way: this process is about to end
     EXPECT = 10  # to the coordinator: this rank waits for others in the middle of its part
+    ASK = 11  # from the coordinator: has this rank begun the session?
+    BEGUN = 12  # to the coordinator: it has
 
 
 @dataclass(frozen=True, slots=True)

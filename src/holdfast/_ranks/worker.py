@@ -191,6 +191,8 @@ class WorkerEnd:
     def on_message(self, _peer: Peer, message: Message) -> None:
         """Keep the answer or the failure until the exchange asks for it."""
         number = message.session
+        if message.kind is MessageKind.ASK and self.listener.has_begun(number):
+            self._loop.post(self._peer, Message(MessageKind.BEGUN, number))
         if self.listener.is_over(number):
             return  # for a session that this rank has left
         if message.kind is MessageKind.ANSWER:

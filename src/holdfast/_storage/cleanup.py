@@ -1,31 +1,60 @@
-"""Owns the removal of files: those of the checkpoint that was replaced, of dead saves, and of failed ones.
+"""Owns the removal of files: those of the checkpoint that was replaced, of killed saves, and of failed ones.
 
-No file is removed because it stands in a listing and nobody knows it. A data file in our naming goes if its
-save is neither the committed one nor alive. One in torch's naming, which tells no save, goes only if the
-metadata that was replaced had named it.
+No file is removed because it stands in a listing and nobody knows it. A data file goes if the metadata that
+was replaced had named it, or if its save was killed, which its lease shows. Whatever else is called like a
+data file stays, with a warning: it may be the checkpoint of somebody who has moved its metadata away.
 """
 
 import logging
 from collections.abc import Iterable
 
 from holdfast._format import metadata_file
-from holdfast._format.manifest import decode
-from holdfast._format.names import is_leftover, metadata_name, metadata_rank, parse_data_file
+from holdfast._format.manifest import file_names_in
+from holdfast._format.names import (
+    METADATA,
+    SAVE_DIGITS,
+    describe_data_files,
+    is_leftover,
+    metadata_name,
+    metadata_rank,
+    parse_data_file,
+    save_of_lease,
+)
 from holdfast._io.lease import Lease
 from holdfast._io.store import ByteStore
 from holdfast._storage.metadata_reading import load_metadata
 from holdfast._storage.reading import LARGEST_METADATA
 from holdfast.errors import CheckpointError, CheckpointNotFoundError
 
-__all__ = ["delete_quietly", "discard_files", "files_to_replace", "remove_replaced"]
+__all__ = [
+    "delete_quietly",
+    "discard_files",
+    "files_of_save",
+    "files_to_replace",
+    "known_by",
+    "remove_dead",
+    "remove_replaced",
+]
 
 logger = logging.getLogger(__name__)
+_MOST_NAMED = 8
+
+
+def known_by(name: str) -> str:
+    """What a lease notes of a data file that goes: its save, or its name where that tells no save."""
+    file = parse_data_file(name)
+    return file.save if file and file.save else name
+
+
+def files_of_save(store: ByteStore, save_id: str) -> list[str]:
+    """The data files of one save, whichever rank wrote them, as far as the store can list them."""
+    names = store.names() if store.traits.can_list else ()
+    save = save_id[:SAVE_DIGITS]
+    return [name for name in names if (file := parse_data_file(name)) and file.save == save]
 
 
 def files_to_replace(store: ByteStore, *, rank: int | None) -> set[str]:
-    """Before a commit: the data files of the checkpoint there that only its metadata tells to be its own.
-
-    These are files in torch's naming; and all files, where the store cannot list them.
+    """Before a commit: the data files of the checkpoint there, as its metadata names them.
 
     Args:
         store: The checkpoint's place.
@@ -34,10 +63,9 @@ def files_to_replace(store: ByteStore, *, rank: int | None) -> set[str]:
     named_by = {metadata_name(rank)}
     if store.traits.can_list:
         names = store.names()
-        if not any((file := parse_data_file(name)) and file.save is None for name in names):
-            return set()
         if rank is None:
             named_by |= {name for name in names if metadata_rank(name) is not None}
+        named_by &= names
     files: set[str] = set()
     for name in named_by:
         try:
@@ -55,14 +83,50 @@ def _files_named_by(store: ByteStore, name: str) -> set[str]:
     Raises:
         CheckpointError, OSError: It is missing, damaged, or cannot be read now.
     """
-    data = store.read(name, max_bytes=LARGEST_METADATA)
+    try:
+        data = store.read(name, max_bytes=LARGEST_METADATA)
+    except CheckpointError:
+        raise
+    except OSError:
+        # Once more: if it cannot be read, the files that it names stay for ever.
+        data = store.read(name, max_bytes=LARGEST_METADATA)
     manifest = metadata_file.split(data, path=name).manifest
     if manifest is not None:
-        named = set(decode(manifest, path=name).file_names)
+        named = set(file_names_in(manifest, path=name))
     else:
         named = {place.relative_path for place in load_metadata(data, path=name).storage_data.values()}
     # Names in metadata come from strangers: only what is called like a data file is one.
     return {file for file in named if parse_data_file(file)}
+
+
+def remove_dead(store: ByteStore, lease: Lease) -> None:
+    """At the beginning of a save: remove the files of the killed saves whose leases it has found.
+
+    A killed save may have committed before: what any metadata names stays. If some metadata cannot be read,
+    everything stays. A failure is logged and not raised.
+
+    Args:
+        store: The checkpoint's place.
+        lease: That of the save that begins.
+    """
+    if not lease.dead:
+        return
+    try:
+        names = store.names()
+        there = [name for name in names if name == METADATA or metadata_rank(name) is not None]
+        used = set[str]().union(*(_files_named_by(store, name) for name in there))
+        # A killed save had replaced what it meant to, if there is metadata and it names something else.
+        gone = lease.dead | (lease.left_by_dead if there else set())
+        doomed = [name for name in names - used if parse_data_file(name) and known_by(name) in gone]
+        if doomed:
+            store.sync()  # the commit of the dead save may not be durable yet
+            store.delete(doomed)
+    except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
+        logger.warning("%s: files of a killed save could not be removed: %s", store.url, error)
+        lease.leave()
+    else:
+        if doomed:
+            logger.info("%s: removed %s, left by a killed save", store.url, describe_data_files(doomed))
 
 
 def remove_replaced(
@@ -74,7 +138,7 @@ def remove_replaced(
     footer: bytes,
     rank: int | None,
 ) -> None:
-    """After a commit: remove what belongs neither to the checkpoint nor to a living save.
+    """After a commit: remove what the checkpoint has replaced, and name what stays though nobody uses it.
 
     A failure is logged and not raised: the checkpoint is complete, and the files are only in the way.
 
@@ -93,6 +157,7 @@ def remove_replaced(
             store.delete(replaced.difference(used))
     except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
         logger.warning("%s: files of an earlier save could not be removed: %s", store.url, error)
+        lease.leave()
 
 
 def _removable(
@@ -101,28 +166,42 @@ def _removable(
     # The order matters: files, then leases, then metadata. The save of a file that is listed here had its
     # lease before the file. So either the lease is found, or the save is over: then the metadata names the
     # file, or nobody will.
-    data, other = dict[str, str | None](), list[str]()
-    for name in store.names() - used:
-        file = parse_data_file(name)
-        if file and (rank is None or file.rank == rank) and (file.save or name in replaced):
-            data[name] = file.save
-        elif rank is None and (metadata_rank(name) is not None or is_leftover(name)):
-            other.append(name)
-    if not data and not other:
+    listed, other = store.names(), list[str]()
+    data = {
+        name: file.save
+        for name in listed
+        if (file := parse_data_file(name)) and (rank is None or file.rank == rank)
+    }
+    if rank is None:
+        other = [name for name in listed if metadata_rank(name) is not None or is_leftover(name)]
+    if not data.keys() - used and not other:
         return []
     names = store.names()
-    living, dead = lease.others(names)
+    living, _ = lease.others(names)
     if lease.name not in names:
         logger.warning("%s: another save took this one for dead; files of earlier saves stay", store.url)
         return []
-    # Parts of ranks and temporary files do not tell whose they are.
-    removable = dead + ([] if living else other)
     if not _ends_with(store, metadata_name(rank), footer):
-        # Another save has committed since. If its metadata cannot be read, nothing is removed.
+        # Another save has committed since, over this one. If its metadata cannot be read, nothing is removed.
+        replaced = replaced | used
         used = _files_named_by(store, metadata_name(rank))
     if rank is not None and store.exists(metadata_name()):
         used = used | _files_named_by(store, metadata_name())
-    return removable + [name for name, save in data.items() if save not in living and name not in used]
+    under_way = {save for name in names if (save := save_of_lease(name))}
+    unused = [name for name, save in data.items() if name not in used and save not in under_way]
+    _warn_of_strangers(store, [name for name in unused if name not in replaced])
+    # Parts of ranks and temporary files do not tell whose they are.
+    return ([] if living else other) + [name for name in unused if name in replaced]
+
+
+def _warn_of_strangers(store: ByteStore, names: list[str]) -> None:
+    if names:
+        logger.warning(
+            "%s: there are %s that belong to no checkpoint known here; they stay. If somebody has moved "
+            "their metadata away, or it was damaged, put it and these files into another folder. Otherwise "
+            "remove them: %s",
+            *(store.url, describe_data_files(names), ", ".join(sorted(names)[:_MOST_NAMED])),
+        )
 
 
 def _ends_with(store: ByteStore, name: str, footer: bytes) -> bool:
@@ -132,10 +211,13 @@ def _ends_with(store: ByteStore, name: str, footer: bytes) -> bool:
     return end == footer
 
 
-def discard_files(store: ByteStore, names: Iterable[str], *, rank: int | None) -> None:
+def discard_files(store: ByteStore, names: Iterable[str], *, rank: int | None) -> bool:
     """After a save that failed: remove its files, except those that the checkpoint in the place names.
 
     The step that failed may have come after the commit: then they are part of the new checkpoint.
+
+    Returns:
+        Whether nothing of the save is left.
     """
     try:
         used = _files_named_by(store, metadata_name(rank))
@@ -143,13 +225,16 @@ def discard_files(store: ByteStore, names: Iterable[str], *, rank: int | None) -
         used = set()
     except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
         logger.warning("%s: files of a failed save stay, as nobody knows if it was: %s", store.url, error)
-        return
-    delete_quietly(store, [name for name in names if name not in used])
+        return False
+    unused = [name for name in names if name not in used]
+    return delete_quietly(store, unused) and used.isdisjoint(names)
 
 
-def delete_quietly(store: ByteStore, names: Iterable[str]) -> None:
-    """Remove files after a failure, which is already on its way to the caller."""
+def delete_quietly(store: ByteStore, names: Iterable[str]) -> bool:
+    """Remove files after a failure, which is already on its way to the caller; return whether it worked."""
     try:
         store.delete(names)
     except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
         logger.warning("%s: files of a failed save could not be removed: %s", store.url, error)
+        return False
+    return True

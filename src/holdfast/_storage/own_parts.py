@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast._format.item_table import StorageInfo
+from holdfast._format.names import metadata_name
 from holdfast._plan.flatten import Structure
 from holdfast._storage.item_places import places_of
-from holdfast.errors import CheckpointNotFoundError, MetadataFormatError, PlanError
+from holdfast.errors import IncompleteCheckpointError, MetadataFormatError, PlanError, describe_ranks
 from holdfast.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
 __all__ = ["join_parts"]
@@ -25,7 +26,7 @@ def join_parts(parts: Mapping[int, Metadata], *, rank: int, world_size: int, pat
         path: The checkpoint, for messages.
 
     Raises:
-        CheckpointNotFoundError: A part is missing.
+        IncompleteCheckpointError: A part is missing.
         PlanError: The parts have different values under one key, and other ranks load than have saved.
         MetadataFormatError: They describe one tensor differently.
     """
@@ -34,9 +35,10 @@ def join_parts(parts: Mapping[int, Metadata], *, rank: int, world_size: int, pat
     missing = sorted(set(range(saved_by)) - parts.keys())
     # A rank that has its own part may not see the others', which may be on other machines.
     if rank not in parts if same_world else missing:
-        raise CheckpointNotFoundError(
+        raise IncompleteCheckpointError(
             f"{path}: {saved_by} ranks wrote this checkpoint, each for itself, and {world_size} load it. The "
-            f"parts of ranks {missing} are missing.",
+            f"parts of {describe_ranks(missing)} are missing: put back {metadata_name(missing[0])}, or "
+            "load another checkpoint. If the save did not end, remove this one.",
             path=path,
         )
     joined = _Joined(path, saved_by)

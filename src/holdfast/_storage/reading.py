@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from holdfast._format.names import METADATA, is_data_file, metadata_name, metadata_rank
+from holdfast._format.names import METADATA, describe_data_files, metadata_name, metadata_rank
 from holdfast._io import pool
 from holdfast._io.pool import Budget, Cancellation
 from holdfast._io.progress import ProgressTracker
@@ -16,7 +16,7 @@ from holdfast._storage.own_parts import join_parts
 from holdfast._storage.read_requests import FileRequest, chunk_of, sort_by_file
 from holdfast._storage.small_reads import SmallTensors, is_small, small_tensor_jobs
 from holdfast._storage.tensor_reader import tensor_jobs
-from holdfast.errors import CheckpointNotFoundError, TruncatedFileError
+from holdfast.errors import CheckpointNotFoundError, IncompleteCheckpointError, TruncatedFileError
 from holdfast.extension import ExtensionRegistry
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -24,20 +24,24 @@ from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 __all__ = ["read_items", "read_metadata_file", "read_own_parts"]
 
 LARGEST_METADATA = 16 << 30
+_REMEDY = (
+    "The metadata names it: it was deleted, was not copied with the rest, or another save has replaced the "
+    "checkpoint since the load began. Put it back, or load another checkpoint."
+)
 
 
 def read_metadata_file(store: FileSource, *, rank: int | None = None, allow_pickle: bool = False) -> Metadata:
     """The metadata of the checkpoint in a store.
 
     Raises:
-        CheckpointNotFoundError: There is no complete checkpoint.
-        IntegrityError: There is one, and its metadata is damaged or unsafe.
+        CheckpointNotFoundError: There is no metadata. ``found`` tells of data files that are there.
+        IntegrityError: There is some, and it is damaged or unsafe.
     """
     name = metadata_name(rank)
     try:
         data = store.read(name, max_bytes=LARGEST_METADATA)
     except CheckpointNotFoundError as error:
-        raise CheckpointNotFoundError(_explain_absence(store, name), path=store.url) from error
+        raise _not_found(store, name) from error
     return load_metadata(data, path=f"{store.url}/{name}", allow_pickle=allow_pickle)
 
 
@@ -53,7 +57,8 @@ def read_own_parts(
         allow_pickle: As for ``read_metadata_file``.
 
     Raises:
-        CheckpointNotFoundError: There is no such checkpoint, or parts of it are missing.
+        CheckpointNotFoundError: There is no such checkpoint, not even one part.
+        IncompleteCheckpointError: Parts of it are missing.
         PlanError: Other ranks load than have saved, and the parts do not agree.
     """
     if world_size is None:
@@ -61,20 +66,24 @@ def read_own_parts(
     numbers = sorted(found for name in store.names() if (found := metadata_rank(name)) is not None)
     parts = {number: read_metadata_file(store, rank=number, allow_pickle=allow_pickle) for number in numbers}
     if not parts:
-        raise CheckpointNotFoundError(_explain_absence(store, METADATA), path=store.url)
+        raise _not_found(store, METADATA)
     return join_parts(parts, rank=rank, world_size=world_size, path=store.url)
 
 
-def _explain_absence(store: FileSource, name: str) -> str:
+def _not_found(store: FileSource, name: str) -> CheckpointNotFoundError:
     names = store.names()
-    if not names:
-        return f"no checkpoint at {store.url}: there is no such folder, or it is empty"
-    if any(map(is_data_file, names)):
-        return (
-            f"no complete checkpoint at {store.url}: it has data files, but no {name}; the save did not end"
+    files = describe_data_files(names)
+    if files is not None:
+        text = (
+            f"no complete checkpoint at {store.url}: there are {files}, but no {name}. Either the save did "
+            f"not end, or {name} was removed: then put it back before you save here again."
         )
-    near = ", ".join(sorted(names)[:5])
-    return f"no checkpoint at {store.url}: it has no {name} (it has {near})"
+    elif names:
+        near = ", ".join(sorted(names)[:5])
+        text = f"no checkpoint at {store.url}: it has no {name} (it has {near})"
+    else:
+        text = f"no checkpoint at {store.url}: there is no such folder, or it is empty"
+    return CheckpointNotFoundError(text, path=store.url, found=files)
 
 
 def read_items(
@@ -104,6 +113,10 @@ def read_items(
         budget: The most bytes of scratch memory.
         verify: Whether checksums are compared.
         progress: Told of the bytes that are read.
+
+    Raises:
+        IncompleteCheckpointError: A file that the metadata names is missing.
+        IntegrityError: A file is damaged.
     """
     cancellation = Cancellation()
     calls = PlannerCalls(planner)
@@ -119,6 +132,11 @@ def read_items(
                 files.append(file)
                 jobs += [file.job(work) for work in kind(context, file, request, metadata)]
             pool.run(jobs, threads=threads, cancellation=cancellation)
+    except CheckpointNotFoundError as error:
+        # A file that was there a moment ago.
+        gone = IncompleteCheckpointError(f"{error} {_REMEDY}", key=error.key, path=error.path)
+        _say_what_changed(gone, calls.touched)
+        raise gone from error
     except BaseException as error:
         _say_what_changed(error, calls.touched)
         raise
@@ -139,8 +157,9 @@ def _check_sizes(store: FileSource, requests: dict[str, FileRequest]) -> None:
                 with store.open(name) as file:
                     size = file.nbytes
             except CheckpointNotFoundError as error:
-                raise CheckpointNotFoundError(
-                    f"{key} and {len(request) - 1} more: {name} of the checkpoint {store.url} is missing",
+                raise IncompleteCheckpointError(
+                    f"{key} and {len(request) - 1} more: {name} of the checkpoint {store.url} is missing. "
+                    f"{_REMEDY}",
                     key=key,
                     path=path,
                 ) from error

@@ -16,7 +16,14 @@ from holdfast._io.lease import Lease, take_lease
 from holdfast._io.store import ByteStore
 from holdfast._plan.metadata_entries import directory_of
 from holdfast._plan.write_columns import columns_of
-from holdfast._storage.cleanup import discard_files, files_to_replace, remove_replaced
+from holdfast._storage.cleanup import (
+    discard_files,
+    files_of_save,
+    files_to_replace,
+    known_by,
+    remove_dead,
+    remove_replaced,
+)
 from holdfast._storage.committed import CommittedMetadata
 from holdfast._storage.item_places import ItemPlaces, StorageData
 from holdfast._storage.metadata_writing import VERSION, dump_manifest, make_manifest
@@ -172,6 +179,7 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
             except BaseException:
                 self._release()
                 raise
+            remove_dead(self.store, self._lease)
         if self._world_size > 1:
             self._lease.keep()
 
@@ -243,22 +251,28 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
             replaced = files_to_replace(store, rank=rank)
             pieces = dump_manifest(manifest, metadata, torch_compatible=self.torch_compatible)
             self.context.confirm_commit()
+            self._lease.note_replaced(map(known_by, replaced))
             self._lease.check()
             store.replace(metadata_name(rank), *pieces, durable=self.sync_files)
         except BaseException:
-            discard_files(store, manifest.file_names, rank=rank)
+            if not discard_files(store, manifest.file_names, rank=rank):
+                self._lease.leave()
             raise
         remove_replaced(store, self._lease, manifest.file_names, replaced, footer=pieces[-1], rank=rank)
 
     def abandon(self, *, outcome_is_known: bool = True) -> None:
         """After a save that failed: remove what this rank has written for it, and let others in.
 
+        The coordinator removes what other ranks have written, too: a rank that was killed cannot.
+
         Args:
             outcome_is_known: False where the coordinator may have committed it all the same, or may still
                 do so: then nothing is removed.
         """
         if outcome_is_known:
-            discard_files(self.store, self._written, rank=self._own_rank)
+            written = [*self._written, *(files_of_save(self.store, self.save_id) if self._lease else ())]
+            if not discard_files(self.store, written, rank=self._own_rank) and self._lease:
+                self._lease.leave()
         self._release()
 
     def _release(self) -> None:

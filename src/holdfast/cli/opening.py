@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast._format.inventory import Inventory, read_inventory
-from holdfast._format.names import METADATA, is_data_file, metadata_rank
+from holdfast._format.names import METADATA, describe_data_files, metadata_rank
 from holdfast._io.places import local_path, open_place
 from holdfast._io.store import FileSource
 from holdfast.errors import CheckpointNotFoundError
@@ -76,7 +76,8 @@ def find_checkpoint(path: str) -> Checkpoint:
 def _explain_absence(path: str, names: list[str]) -> str:
     if not names:
         return f"{path}: the folder is empty"
-    if any(map(is_data_file, names)):
-        return f"{path}: has data files, but no {METADATA}: the save did not complete"
+    files = describe_data_files(names)
+    if files:
+        return f"{path}: has {files}, but no {METADATA}: the save did not end, or {METADATA} was removed"
     near = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
     return f"{path}: no checkpoint here; it has no {METADATA} (it has {near})"

@@ -1,0 +1,104 @@
+"""The metadata that a load begins with: what ranks wrote together, or each for itself."""
+
+import logging
+from collections.abc import Callable
+
+from holdfast._engine.ports import ReaderPort
+from holdfast._ranks.exchange import Exchange
+from holdfast.errors import CheckpointNotFoundError, IncompleteCheckpointError, describe_ranks
+from holdfast.metadata import Metadata
+
+logger = logging.getLogger(__name__)
+
+
+def read_metadata(reader: ReaderPort, exchange: Exchange) -> tuple[Metadata, bool]:
+    """The metadata as this rank may load it, and whether all ranks share it; called on every rank.
+
+    Metadata that is there and cannot be read is an error: whatever else is in that place is older.
+
+    Raises:
+        CheckpointException: As a CheckpointNotFoundError if no rank finds anything, as an
+            IncompleteCheckpointError if some find their parts; the same on every rank.
+    """
+
+    def read() -> Metadata | None:
+        try:
+            return reader.read_metadata()
+        except FileNotFoundError:
+            if not reader.has_rank_metadata:
+                raise
+            return None
+
+    if reader.metadata_is_alike:
+        shared = exchange.share("read metadata", read)
+        all_have_it = shared is not None
+    else:
+        # A reader that we do not know may do more than read.
+        own: list[Metadata | None] = []
+
+        def have() -> bool:
+            own.append(read())
+            return own[0] is not None
+
+        all_have_it = exchange.agree("read metadata", have, all)
+        shared = own[0]
+    mine = shared if all_have_it else _read_rank_metadata(shared, reader, exchange)
+    assert mine is not None
+    return mine, shared is not None
+
+
+def _read_rank_metadata(shared: Metadata | None, reader: ReaderPort, exchange: Exchange) -> Metadata:
+    """What ranks wrote each for itself, as this rank may load it; ``shared`` where it has found that."""
+    mine: list[Metadata] = []
+
+    def read() -> CheckpointNotFoundError | None:
+        try:
+            mine.append(shared or reader.read_rank_metadata(exchange.rank, exchange.world_size))
+        except CheckpointNotFoundError as error:
+            return error
+        except FileNotFoundError:
+            # A stranger's reader has neither form, and knows best what is missing of the usual one.
+            try:
+                mine.append(reader.read_metadata())
+            except FileNotFoundError as error:
+                absence = CheckpointNotFoundError(str(error), path=error.filename)
+                absence.__cause__ = error
+                return absence
+        return None
+
+    exchange.agree("read metadata", read, _check_parts)
+    return mine[0]
+
+
+def _check_parts(absences: list[CheckpointNotFoundError | None]) -> None:
+    """Raise unless every rank has found its part: whether there is nothing at all makes a difference."""
+    missing = [rank for rank, absence in enumerate(absences) if absence is not None]
+    if not missing:
+        return
+    absence = absences[missing[0]]
+    assert absence is not None
+    if len(missing) < len(absences):
+        raise IncompleteCheckpointError(
+            f"{describe_ranks(missing)} of {len(absences)} found no part of the checkpoint, the others did: "
+            f"{absence}",
+            path=absence.path,
+            rank=missing[0],
+        )
+    if absence.found:
+        # Programs take this error for their first start. It may be one.
+        logger.warning("%s", absence)
+    raise absence
+
+
+def not_a_first_start(read: Callable[[], None]) -> Callable[[], None]:
+    """Make a missing file an IncompleteCheckpointError, whatever storage misses it: metadata was found."""
+
+    def read_what_is_there() -> None:
+        try:
+            read()
+        except FileNotFoundError as error:
+            raise IncompleteCheckpointError(
+                f"the checkpoint is there, and a file of it is not: {error}", path=error.filename
+            ) from error
+
+    return read_what_is_there

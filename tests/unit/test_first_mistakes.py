@@ -1,0 +1,198 @@
+"""What somebody gets who calls save and load for the first time, and not quite as the manual says."""
+
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import CheckpointExistsError, NotAFolderError, UsageError
+
+hf: Any = holdfast  # the types know the signatures of torch, and nothing of what people do
+
+CALLS: dict[str, Callable[..., Any]] = {"save": hf.save, "async_save": hf.async_save, "load": hf.load}
+Call = Callable[..., Any]
+
+
+@pytest.fixture(params=CALLS)
+def call(request: pytest.FixtureRequest) -> Call:
+    return CALLS[request.param]
+
+
+def state(value: float = 1.0) -> dict[str, Any]:
+    return {"a": torch.full((3,), value), "step": int(value)}
+
+
+@pytest.mark.parametrize("make", [str, Path])
+def test_the_path_may_come_second(tmp_path: Path, make: Callable[[Path], Any]) -> None:
+    hf.save(state(5.0), make(tmp_path / "one"))
+    hf.async_save(state(6.0), make(tmp_path / "two")).result()
+    for folder, value in (("one", 5), ("two", 6)):
+        found = state(0.0)
+        hf.load(found, make(tmp_path / folder))
+        assert found["step"] == value
+
+
+def test_a_storage_may_still_come_second_with_a_warning_that_points_here(tmp_path: Path) -> None:
+    with pytest.warns(FutureWarning, match="storage_writer=") as warned:
+        hf.save(state(), hf.FileSystemWriter(tmp_path))
+    assert warned[0].filename == __file__
+    with pytest.warns(FutureWarning, match="storage_reader="):
+        hf.load(state(), hf.FileSystemReader(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "says"),
+    [
+        (("here", "there"), {}, "takes the state first"),
+        (("here", {}), {}, "takes the state first"),
+        (({}, "here"), {"checkpoint_id": "there"}, "checkpoint_id twice"),
+        (({}, "here", None), {}, "3 arguments without a name"),
+    ],
+)
+def test_positions_that_cannot_be_meant_are_refused(
+    call: Call, args: tuple[Any, ...], options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(TypeError, match=says):
+        call(*args, **options)
+
+
+def test_a_module_or_an_optimizer_may_be_the_whole_state(tmp_path: Path) -> None:
+    model, fresh = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    hf.save(model, tmp_path / "model")
+    hf.load(fresh, tmp_path / "model")
+    assert torch.equal(fresh.weight, model.weight)
+    as_dict = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}
+    hf.load(as_dict, tmp_path / "model")
+    assert torch.equal(as_dict["weight"], model.weight)
+
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    hf.async_save(optimizer, tmp_path / "optimizer").result()
+    new = torch.optim.Adam(fresh.parameters())
+    hf.load(new, tmp_path / "optimizer")
+    assert torch.equal(new.state[fresh.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+
+
+@pytest.mark.parametrize("wrong", [None, [1, 2], torch.ones(2), 7, torch.nn.Linear], ids=repr)
+def test_a_state_that_is_no_dict_is_refused_and_says_what_to_do(
+    call: Call, wrong: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=r"must be a dict, such as .* under a name that you choose"):
+        call(wrong, checkpoint_id=tmp_path)
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("place", [None, ""])
+def test_a_missing_place_is_asked_for(call: Call, place: str | None) -> None:
+    with pytest.raises(UsageError, match=f"is {place!r}: pass the path of a folder"):
+        call(state(), checkpoint_id=place)
+
+
+def test_a_place_that_is_no_path_is_refused(call: Call) -> None:
+    with pytest.raises(UsageError, match="not 7 of type int"):
+        call(state(), checkpoint_id=7)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("model.pt", "A checkpoint is a folder"), (".metadata", "Name the folder that it is in")],
+)
+def test_a_file_in_place_of_the_folder_is_not_a_first_start(tmp_path: Path, name: str, says: str) -> None:
+    (tmp_path / name).write_text("precious")
+    for place in (name, f"{name}/deeper"):
+        for call in (hf.load, hf.save):
+            with pytest.raises(NotAFolderError, match=f"{name} is a file, not the folder.*{says}") as caught:
+                call(state(), checkpoint_id=tmp_path / place)
+            assert not isinstance(caught.value, FileNotFoundError)
+    assert (tmp_path / name).read_text() == "precious"
+
+
+def test_overwrite_and_check_replicas_are_options_of_a_save(tmp_path: Path) -> None:
+    hf.save(state(1.0), tmp_path, overwrite=False, check_replicas=False)
+    with pytest.raises(CheckpointExistsError):
+        hf.save(state(2.0), tmp_path, overwrite=False)
+    with pytest.raises(CheckpointExistsError):
+        hf.async_save(state(2.0), tmp_path, overwrite=False).result()
+    hf.save(state(2.0), tmp_path, overwrite=True, check_replicas="full")
+    for call in (hf.save, hf.async_save):
+        with pytest.raises(UsageError, match=r"FileSystemWriter\(overwrite=True\)"):
+            call(state(), storage_writer=hf.FileSystemWriter(tmp_path), overwrite=True)
+        with pytest.raises(UsageError, match=r"DefaultSavePlanner\(check_replicas='full'\)"):
+            call(state(), tmp_path, planner=hf.DefaultSavePlanner(), check_replicas="full")
+
+
+def test_options_of_the_load_planner_go_to_the_planner_that_is_passed(tmp_path: Path) -> None:
+    hf.save(state(), tmp_path)
+    with pytest.raises(UsageError, match="give strict, safe_globals to the planner"):
+        hf.load(state(), tmp_path, planner=hf.DefaultLoadPlanner(), strict=False, safe_globals=[int])
+    hf.load(state(), tmp_path, planner=hf.DefaultLoadPlanner())
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "says"),
+    [
+        (
+            "save",
+            "thread_count",
+            r"FileSystemWriter\(path, thread_count=...\), and pass that as storage_writer=",
+        ),
+        ("async_save", "single_file_per_rank", r"FileSystemWriter\(path, single_file_per_rank=...\)"),
+        ("save", "enable_plan_caching", r"DefaultSavePlanner\(enable_plan_caching=...\)"),
+        ("load", "thread_count", r"FileSystemReader\(path, thread_count=...\)"),
+        ("load", "flatten_state_dict", r"DefaultLoadPlanner\(flatten_state_dict=...\)"),
+        ("save", "strict", "an option of load"),
+        ("load", "overwrite", "an option of save"),
+        ("save", "path", "do you mean checkpoint_id="),
+        ("load", "checkpoint_dir", "do you mean checkpoint_id="),
+        ("async_save", "save_dir", "do you mean checkpoint_id="),
+        ("save", "peer_timout", "do you mean peer_timeout="),
+        ("load", "reader", "do you mean storage_reader="),
+        ("save", "xyz", "unexpected keyword argument 'xyz'$"),
+    ],
+)
+def test_an_argument_that_a_call_does_not_have_is_answered_with_its_place(
+    function: str, name: str, says: str
+) -> None:
+    with pytest.raises(
+        TypeError, match=rf"{function}\(\) got an unexpected keyword argument '{name}'.*"
+    ) as caught:
+        CALLS[function](state(), **{name: 1})
+    assert caught.match(says)
+
+
+@pytest.mark.parametrize(
+    ("function", "plugin"),
+    [
+        ("save", hf.FileSystemWriter),
+        ("async_save", hf.DefaultSavePlanner),
+        ("load", hf.FileSystemReader),
+        ("load", hf.DefaultLoadPlanner),
+    ],
+)
+def test_every_option_of_the_default_plugins_is_taken_or_answered_with_the_plugin(
+    function: str, plugin: type
+) -> None:
+    taken = inspect.signature(CALLS[function]).parameters
+    for name in inspect.signature(plugin).parameters:
+        if name not in taken and name != "path":
+            with pytest.raises(TypeError, match=rf"{plugin.__name__}\(.*{name}="):
+                CALLS[function](state(), **{name: 1})
+
+
+def test_values_that_are_not_loaded_are_told_in_one_line_with_cause_and_remedy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hf.save({"model": {name: torch.ones(1) for name in "abcdef"}}, tmp_path)
+    hf.load({"model": {"a": torch.zeros(1)}}, tmp_path)
+    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    said = record.getMessage()
+    assert "5 value(s) of the checkpoint are not loaded, because the state does not have them" in said
+    assert "model.b, model.c, model.d, ... " in said
+    assert "strict=True makes this an error, strict=False hides it" in said
