@@ -22,6 +22,7 @@ from holdfast._collector import paused_collector
 from holdfast._engine.adapt import adapt_save_planner, adapt_writer, stages_itself
 from holdfast._engine.save import run_save
 from holdfast._engine.stateful_objects import open_states
+from holdfast._engine.tensor_subclasses import open_subclasses
 from holdfast._io.progress import Progress, ProgressTracker
 from holdfast._ranks.exchange import Exchange
 from holdfast._ranks.group_exchange import DEFAULT_PEER_TIMEOUT, open_exchange
@@ -297,7 +298,10 @@ def async_save(
 
         opened, _ = open_states(state_dict)
         writer = adapt_writer(choose_writer(storage_writer, checkpoint_id, overwrite=overwrite))
-        chosen = choose_save_planner(planner, check_replicas=check_replicas)
+        planner_port = adapt_save_planner(choose_save_planner(planner, check_replicas=check_replicas))
+        if planner_port.flattens:
+            # Their parts are copied as memory; the tensors themselves would be as objects.
+            opened = open_subclasses(opened)
         copy = take_copy(stager, opened, shared=in_process)
         until_handed_over.callback(copy.release)
         future = SaveFuture(running, waited=waited)
@@ -308,7 +312,7 @@ def async_save(
             future,
             exchange,
             obtain=CopySource(copy, writer, future.staged, running, in_process),
-            planner=adapt_save_planner(chosen),
+            planner=planner_port,
             use_collectives=use_collectives,
             release=copy.release,
         ).start()

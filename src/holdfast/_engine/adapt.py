@@ -43,6 +43,7 @@ def adapt_load_planner(planner: Any) -> LoadPlannerPort:
     return LoadPlannerPort(
         ours,
         flattens=getattr(ours, "flatten_state_dict", True),
+        cast=getattr(ours, "cast", None),
         passes_plans_on=_has_known(ours, "create_global_plan"),
         flat_state=lambda: _flat_state_of(planner),
         key_paths=lambda: _mapping_of(planner, "mappings") or {},

@@ -8,6 +8,7 @@ from holdfast._engine.checkpoint_metadata import not_a_first_start, read_metadat
 from holdfast._engine.per_rank_values import LoadByRank
 from holdfast._engine.ports import LoadPlannerPort, ReaderPort
 from holdfast._engine.rank_view import view_of_rank, warn_of_shared
+from holdfast._engine.tensor_subclasses import LoadParts
 from holdfast._io.progress import ProgressTracker
 from holdfast._plan.group_fit import GroupFit, fit_groups, refuse_unfilled
 from holdfast._plan.load_coverage import cover
@@ -62,16 +63,21 @@ def run_load(
     stored, is_shared = read_metadata(reader, exchange)
     by_rank: LoadByRank | None = None
     metadata: Metadata | None = None
+    parts: LoadParts | None = None
     result = LoadResult()
 
     def need() -> _Need:
-        nonlocal by_rank, metadata, result
+        nonlocal by_rank, metadata, parts, result
         rank, world_size = exchange.rank, exchange.group_size
         complete(stored)
         view = view_of_rank(stored, rank=rank, world_size=world_size, state=state_dict)
         metadata = view.metadata
         by_rank = LoadByRank(state_dict, planner, metadata, rank=rank, world_size=world_size)
-        planner.plugin.set_up_planner(by_rank.state, metadata, exchange.is_coordinator)
+        state = by_rank.state
+        if planner.flattens:
+            parts = LoadParts(state, planner, metadata)
+            state = parts.state
+        planner.plugin.set_up_planner(state, metadata, exchange.is_coordinator)
         reader.set_up(view.stored, context, use_collectives=is_shared)
         plan = planner.plugin.create_local_plan()
         result = cover(plan, planner.flat_state(), metadata)
@@ -96,6 +102,8 @@ def run_load(
         else:
             reader.read(planner.plugin.finish_plan(plan), planner)
         context.progress.end()
+        if parts is not None:
+            parts.finish()
         assert by_rank is not None
         by_rank.finish()
 

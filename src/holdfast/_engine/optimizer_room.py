@@ -18,8 +18,10 @@ from holdfast._engine.stateful_objects import OpenedState, entries_of
 from holdfast._model_state.parameter_names import names_by_parameter
 from holdfast._model_state.state_dict_options import StateDictOptions
 from holdfast._parameter_states import ParameterStates
-from holdfast._plan.stored_tree import stored_tree
+from holdfast._plan.stored_tree import stored_subclasses, stored_tree
 from holdfast._tensors.chunks import global_shape, is_any_tensor
+from holdfast._tensors.subclass_room import make_subclass
+from holdfast._tensors.tensor_parts import TensorParts
 from holdfast.metadata import Metadata, TensorStorageMetadata
 
 
@@ -224,13 +226,16 @@ class _FlatRoom:
 
     def make(self, metadata: Metadata) -> None:
         below = "".join(f"{name}." for name in self.path)
-        for key in metadata.state_dict_metadata:
+        subclasses = stored_subclasses(metadata)
+        for stored_key in metadata.state_dict_metadata:
+            key = _outermost(stored_key, subclasses)
             name = key.removeprefix(below)
             if not key.startswith(below) or name in self.node:
                 continue
             parameter = self._parameter_of(name)
             if parameter is not None:
-                entry = metadata.state_dict_metadata[key]
+                path = subclasses.get(key)
+                entry = metadata.state_dict_metadata[key] if path is None else stored_tree(metadata, path)
                 maker = _Maker(parameter, self.node.is_whole, self.node.device)
                 self.node[name] = _merged(None, entry, maker, add_own=False)
                 self.added.append(name)
@@ -283,6 +288,12 @@ class _Maker:
             made = DTensor.from_local(made, mesh, [Replicate()] * mesh.ndim, run_check=False)
         return made
 
+    def make_subclass(self, stored: TensorParts) -> torch.Tensor:
+        """A tensor of the class that the checkpoint has the parts of, without values."""
+        parameter = self.parameter
+        device = self.device or (torch.device("cpu") if parameter is None else parameter.device)
+        return make_subclass(stored, None if self.is_whole else parameter, device)
+
 
 def _merged(own: Any, stored: Any, maker: _Maker, *, add_own: bool) -> Any:
     """What is stored, in containers of its own: the optimizer's values where it has them, else room.
@@ -293,6 +304,8 @@ def _merged(own: Any, stored: Any, maker: _Maker, *, add_own: bool) -> Any:
         maker: Makes the tensors.
         add_own: Add entries of dicts that only the optimizer has.
     """
+    if isinstance(stored, TensorParts):
+        return own if is_any_tensor(own) else maker.make_subclass(stored)
     if isinstance(stored, Mapping):
         owns = own if isinstance(own, Mapping) else {}
         by_name = {str(key): key for key in owns}
@@ -312,6 +325,15 @@ def _merged(own: Any, stored: Any, maker: _Maker, *, add_own: bool) -> Any:
     if isinstance(stored, TensorStorageMetadata):
         return own if is_any_tensor(own) else maker.make(stored)
     return None if is_any_tensor(own) else own
+
+
+def _outermost(key: str, subclasses: Mapping[str, Any]) -> str:
+    """The key of the tensor that a stored value is a part of; the key itself if it is none."""
+    if subclasses:
+        for end in (number for number, letter in enumerate(key) if letter == "."):
+            if key[:end] in subclasses:
+                return key[:end]
+    return key
 
 
 def _in_layout_of(parameter: torch.Tensor | None, value: Any) -> Any:

@@ -51,6 +51,7 @@ class LoadPlannerPort:
     Attributes:
         plugin: The planner, as storages get it; the engine calls its methods.
         flattens: Whether it gives each value of a nested state a key of its own.
+        cast: Whether dtypes may differ, as ``DefaultLoadPlanner`` says; None if the planner does not say.
         passes_plans_on: Whether ``create_global_plan`` returns the plans as they are.
         flat_state: Returns the flat state that the planner fills, or None if it does not say. Called after
             ``create_local_plan``.
@@ -61,6 +62,7 @@ class LoadPlannerPort:
 
     plugin: LoadPlanner
     flattens: bool
+    cast: bool | None
     passes_plans_on: bool
     flat_state: Callable[[], Mapping[str, Any] | None]
     key_paths: Callable[[], Mapping[str, Any]]

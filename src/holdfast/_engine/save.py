@@ -9,6 +9,7 @@ from holdfast._engine.per_rank_values import split_by_rank
 from holdfast._engine.ports import SavePlannerPort, WriterPort
 from holdfast._engine.replica_check import Holders, Replicas, differ
 from holdfast._engine.result_check import check_counts, check_results
+from holdfast._engine.tensor_subclasses import open_subclasses
 from holdfast._io.progress import ProgressTracker
 from holdfast._plan.write_columns import columns_of
 from holdfast._ranks.exchange import Exchange
@@ -100,7 +101,7 @@ def _run(
     def offer() -> tuple[SavePlan, dict[Holders, bytes]]:
         state = split_by_rank(state_dict, planner, rank=exchange.rank, world_size=exchange.group_size)
         planner.set_up(
-            state_dict=state,
+            state_dict=open_subclasses(state) if planner.flattens else state,
             storage_meta=writer.plugin.storage_meta(),
             is_coordinator=exchange.is_coordinator,
         )

@@ -89,24 +89,43 @@ def _decode_key(encoded: Any, path: str) -> Any:
 
 
 def encode_containers(containers: dict[Any, Any]) -> list[Any]:
-    """The containers that paths cannot express: for each its steps, its kind and its position."""
+    """The containers that paths cannot express: for each its steps, its kind, its position.
+
+    If it holds the parts of a tensor, what is known of that tensor comes fourth.
+    """
     return [
-        [[_encode_step(step) for step in where], kind, position]
-        for where, (kind, position) in containers.items()
+        [[_encode_step(step) for step in where], kind, position, *([] if tensor is None else [tensor])]
+        for where, (kind, position, tensor) in containers.items()
     ]
 
 
-def decode_containers(encoded: list[Any], *, path: str) -> dict[tuple[Any, ...], tuple[str, int]]:
-    """The kind and the position of each container by its path."""
+def decode_containers(
+    encoded: list[Any], *, path: str
+) -> dict[tuple[Any, ...], tuple[str, int, dict[str, Any] | None]]:
+    """The kind of each container, its position, and what is known of the tensor whose parts it holds."""
     found = {}
     for entry in encoded:
         if not isinstance(entry, list) or len(entry) < 3 or entry[1] not in _KINDS:
             raise _bad(path, entry)
         steps, kind, position = entry[:3]
-        if type(position) is not int:
+        tensor = entry[3] if len(entry) > 3 else None
+        if type(position) is not int or (tensor is not None and not _is_about_tensor(tensor)):
             raise _bad(path, entry)
-        found[_decode_path(steps, path)] = (kind, position)
+        found[_decode_path(steps, path)] = (kind, position, tensor)
     return found
+
+
+def _is_about_tensor(about: Any) -> bool:
+    """Whether it tells of a tensor what ``holdfast._tensors.tensor_parts`` keeps."""
+    if not isinstance(about, dict) or not about.keys() >= {"class", "shape", "stride", "dtype", "context"}:
+        return False
+    cls, lengths = about["class"], [about["shape"], about["stride"]]
+    return (
+        isinstance(cls, list)
+        and list(map(type, cls)) == [str, str]
+        and all(isinstance(numbers, list) and {int} >= set(map(type, numbers)) for numbers in lengths)
+        and isinstance(about["dtype"], str)
+    )
 
 
 def _bad(path: str, found: Any) -> MetadataFormatError:

@@ -91,13 +91,18 @@ def plan_load(
             len(mismatched),
             _listed(mismatched, "; "),
         )
+    warn_of_casts(narrowed)
+    return columns
+
+
+def warn_of_casts(narrowed: list[str]) -> None:
+    """Warn of what is cast without the caller's word; ``check_dtype`` notes it."""
     if narrowed:
         warnings.warn(
             f"tensors are cast on load: {_listed(narrowed, '; ')}. cast=True says it is meant, cast=False "
             "raises.",
-            stacklevel=2,
+            stacklevel=3,
         )
-    return columns
 
 
 def _listed(names: list[str], separator: str) -> str:
@@ -130,7 +135,18 @@ def _check_tensor(
         return
     if any(map(_repeats_memory, memory)):
         report.add("kind", key, "the state's tensor is expanded: several elements share one place in memory")
-    wanted = dtype_of(value)
+    check_dtype(key, dtype, dtype_of(value), cast, report, narrowed)
+
+
+def check_dtype(
+    key: str,
+    dtype: torch.dtype,
+    wanted: torch.dtype,
+    cast: bool | None,
+    report: FitReport,
+    narrowed: list[str],
+) -> None:
+    """Report a dtype that may not be cast; note one that is cast with a warning."""
     if dtype == wanted or cast is True:
         return
     if cast is False or _kind(dtype) != _kind(wanted):

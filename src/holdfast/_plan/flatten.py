@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from holdfast._format.typed_key import TypedKey
 from holdfast._plan.interning import pack, unpack
-from holdfast.errors import UsageError
+from holdfast._tensors.tensor_parts import TensorParts, why_other
+from holdfast.errors import PlanError, UsageError
 
 Path: TypeAlias = "tuple[str | int, ...]"
 """How to reach a leaf: strings are keys of dicts, ints are positions in lists."""
@@ -26,10 +27,12 @@ class Container(NamedTuple):
     Attributes:
         kind: ``dict``, ``OrderedDict`` or ``list``.
         position: How many leaves of the whole state come before it, so that an empty one finds its place.
+        tensor: If it holds the parts of a tensor, what else is known of that tensor; see ``TensorParts``.
     """
 
     kind: str
     position: int
+    tensor: dict[str, Any] | None = None
 
 
 class Structure(dict[str, Path]):
@@ -58,8 +61,22 @@ class Structure(dict[str, Path]):
         if not other.keys() <= self.keys():
             for key, path in other.items():
                 self.setdefault(key, path)
-        for where, kind in containers_of(other).items():
-            self.containers.setdefault(where, kind)
+        for where, container in containers_of(other).items():
+            self.containers.setdefault(where, container)
+
+    def refuse_other_tensors(self, other: Mapping[str, Path]) -> None:
+        """Raise PlanError if another rank's structure has the parts of another tensor at the same place."""
+        for where, container in containers_of(other).items():
+            known = self.containers.get(where, container)
+            if known is container or known.tensor is None or container.tensor is None:
+                continue
+            ours, theirs = known.tensor, container.tensor
+            if ours["dtype"] != theirs["dtype"] or why_other(ours, theirs):
+                key = ".".join(map(str, where))
+                raise PlanError(
+                    f"{key}: ranks hold different tensors here: {known.tensor} and {container.tensor}",
+                    key=key,
+                )
 
 
 def _structure_as_received(paths: bytes, containers: dict[Path, Container]) -> Structure:
@@ -79,6 +96,7 @@ def merge_structures(all_ranks: list[Any]) -> Structure:
         return all_ranks[0]
     merged = Structure()
     for planner_data in all_ranks:
+        merged.refuse_other_tensors(planner_data)
         merged.merge({} if planner_data is None else planner_data)
     return merged
 
@@ -150,7 +168,9 @@ class _Flattening:
             self.slots[key] = slot
 
     def visit_dict(self, path: Path, value: Mapping[Any, Any]) -> None:
-        if isinstance(value, OrderedDict):
+        if isinstance(value, TensorParts):
+            self.structure.containers[path] = Container("dict", len(self.leaves), value.about)
+        elif isinstance(value, OrderedDict):
             self.structure.containers[path] = Container("OrderedDict", len(self.leaves))
         elif not value:
             self.structure.containers[path] = Container("dict", len(self.leaves))
@@ -218,6 +238,8 @@ def unflatten(
         told = known[path].kind if path in known else None
         kind = told or ("list" if isinstance(next_step, int) else "dict")
         value: Any = [] if kind == "list" else OrderedDict() if kind == "OrderedDict" else {}
+        if path in known and (about := known[path].tensor) is not None:
+            value = TensorParts(about=about)
         made[path] = value
         _put(container(path[:-1], path[-1]), path[-1], value)
         return value

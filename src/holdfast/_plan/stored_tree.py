@@ -6,7 +6,7 @@ from typing import Any
 from holdfast._plan.flatten import Path, containers_of, unflatten
 from holdfast.metadata import Metadata
 
-__all__ = ["stored_tree"]
+__all__ = ["stored_subclasses", "stored_tree"]
 
 
 def stored_tree(metadata: Metadata, path: Sequence[Any]) -> Any:
@@ -28,3 +28,12 @@ def stored_tree(metadata: Metadata, path: Sequence[Any]) -> Any:
         if tuple(map(str, way[:depth])) == names
     }
     return unflatten(leaves, ways, containers).get("tree")
+
+
+def stored_subclasses(metadata: Metadata) -> dict[str, Path]:
+    """The tensors that a checkpoint has as their parts: flat keys, each with its path."""
+    return {
+        ".".join(map(str, path)): path
+        for path, container in containers_of(metadata.planner_data).items()
+        if container.tensor is not None
+    }

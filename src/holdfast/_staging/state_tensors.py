@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from holdfast._staging.staging_copy import differs
 from holdfast._staging.state_tree import Memo, find_tensors, key_of
 from holdfast._tensors.chunks import is_sharded
-from holdfast._tensors.dtensors import local_tensor
+from holdfast._tensors.dtensors import around, local_tensor
 from holdfast.errors import PlanError
 
 __all__ = ["StateTensors"]
@@ -83,9 +83,7 @@ def _rebuilt(value: torch.Tensor, copies: Iterator[torch.Tensor]) -> torch.Tenso
     if not is_sharded(value):
         return next(copies)
     if isinstance(value, DTensor):
-        # from_local takes 10 times as long, and fails on a rank outside of the mesh.
-        spec = value._spec  # noqa: SLF001
-        return DTensor(next(copies), spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return around(value, next(copies))
     assert isinstance(value, ShardedTensor)
     shards = [Shard(next(copies), _on_host(shard.metadata)) for shard in value.local_shards()]
     about = value.metadata()

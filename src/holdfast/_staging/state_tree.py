@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from holdfast._tensors.chunks import is_sharded, is_tensor
+from holdfast._tensors.tensor_parts import TensorParts
 from holdfast.errors import PlanError, UsageError
 
 __all__ = ["Memo", "copy_around", "find_tensors", "key_of", "leaves_of"]
@@ -72,8 +73,8 @@ def _copied(value: Any, memo: Memo, state: Any) -> Any:
     known = memo.get(id(value), memo)
     if known is not memo:
         return known
-    if kind is dict or kind is OrderedDict:
-        made = memo[id(value)] = kind()
+    if kind is dict or kind is OrderedDict or kind is TensorParts:
+        made = memo[id(value)] = TensorParts(about=value.about) if kind is TensorParts else kind()
         for key, entry in value.items():
             made[key] = _copied(entry, memo, state)
         return made

@@ -81,6 +81,8 @@ class _Joined:
                     expected=self.saved_by,
                 )
         if isinstance(part.planner_data, dict):
+            if must_agree:
+                self.structure.refuse_other_tensors(part.planner_data)
             self.structure.merge(part.planner_data)
 
     def _check_alike(self, key: str, known: Any, entry: Any) -> None:

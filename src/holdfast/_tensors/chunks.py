@@ -64,7 +64,8 @@ def refuse_unsavable(key: str, value: Any) -> None:
     if not is_sharded(value):
         raise PlanError(
             f"{key}: a tensor of the class {type(value).__module__}.{type(value).__qualname__} cannot be "
-            "rebuilt from its elements; save a plain tensor, such as value.as_subclass(torch.Tensor)",
+            "rebuilt from its elements; save a plain tensor, such as value.as_subclass(torch.Tensor), or "
+            "give the class __tensor_flatten__ and __tensor_unflatten__",
             key=key,
         )
     refuse_undescribable(key, value)

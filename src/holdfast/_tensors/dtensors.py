@@ -13,6 +13,25 @@ from holdfast._tensors.mesh_layout import Cut, HeldRuns, Piece, pieces_of, read_
 from holdfast.errors import PlanError
 
 
+class PartOfShard(DTensor):
+    """A DTensor of which it is told what this rank holds, whatever its placements say.
+
+    These tell which ranks hold the same.
+
+    Attributes:
+        pieces: The boxes that this rank holds.
+    """
+
+    pieces: tuple[Piece, ...]
+
+
+def divided_as(local: torch.Tensor, spec: Any, pieces: tuple[Piece, ...]) -> PartOfShard:
+    """A tensor of which this rank holds certain boxes, around the memory of ``local``."""
+    made: Any = PartOfShard(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    made.pieces = pieces
+    return made  # type: ignore[no-any-return]
+
+
 def held_pieces(value: DTensor) -> tuple[Piece, ...]:
     """The boxes of ``value`` that this rank holds.
 
@@ -23,8 +42,10 @@ def held_pieces(value: DTensor) -> tuple[Piece, ...]:
         PlanError: The placements hold partial sums, are of a kind that we do not know, or do not agree with
             the shape of the local tensor. The message does not know the key.
     """
+    if isinstance(value, PartOfShard):
+        return value.pieces
     mesh = value.device_mesh
-    cuts = _cuts_of(value)
+    cuts = cuts_of(value)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return ()
@@ -37,7 +58,12 @@ def held_pieces(value: DTensor) -> tuple[Piece, ...]:
     return pieces_of(reading)
 
 
-def _cuts_of(value: DTensor) -> tuple[Cut | None, ...]:
+def cuts_of(value: DTensor) -> tuple[Cut | None, ...]:
+    """How each dimension of the mesh cuts the tensor; None where it replicates.
+
+    Raises:
+        PlanError: As ``held_pieces``.
+    """
     cuts: list[Cut | None] = []
     ndim = value.dim()
     for placement in value.placements:
@@ -143,8 +169,19 @@ def narrowed(tensor: torch.Tensor, starts: Sequence[int], lengths: Sequence[int]
     return tensor
 
 
+def around(value: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor with the layout of ``value`` and other local memory. It does not require a gradient."""
+    # from_local takes 10 times as long, and fails on a rank outside of the mesh.
+    spec = value._spec  # noqa: SLF001
+    if isinstance(value, PartOfShard):
+        return divided_as(local, spec, value.pieces)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
 def with_local_memory(value: DTensor, device: torch.device) -> DTensor:
     """The same tensor, a parameter if it was one, with new, uninitialized memory for this rank's part."""
+    if isinstance(value, PartOfShard):
+        return around(value, torch.empty_like(local_tensor(value).detach(), device=device))
     made = DTensor.from_local(
         torch.empty_like(local_tensor(value).detach(), device=device),
         value.device_mesh,

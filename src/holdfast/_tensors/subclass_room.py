@@ -1,0 +1,78 @@
+"""Tensors of a subclass, made from what a checkpoint says of them, with the layout of a parameter."""
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from holdfast._tensors.dtensors import held_pieces
+from holdfast._tensors.tensor_parts import TensorParts, put_together, take_apart
+from holdfast.errors import PlanError
+from holdfast.metadata import TensorStorageMetadata
+
+
+def make_subclass(stored: TensorParts, parameter: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """A tensor of the class whose parts a checkpoint has, without values.
+
+    Args:
+        stored: The parts, each as its metadata.
+        parameter: The parameter that it is for. If that is a DTensor of the same shape, so is the result.
+        device: Where to make it.
+
+    Raises:
+        PlanError: Its class is not imported, or cannot be divided as the parameter is.
+    """
+    whole = _on_meta(stored).rebuild()
+    if not isinstance(parameter, DTensor) or parameter.shape != whole.shape:
+        return _with_memory(whole, device)
+    about = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=about)
+    pieces = held_pieces(parameter)
+    local = torch.empty(0, dtype=whole.dtype, device=device)
+    if len(pieces) == 1:
+        local = _with_memory(_cut_out(whole, pieces[0].offsets, pieces[0].lengths, stored), device)
+    elif pieces:
+        raise _indivisible(stored, "each rank holds several boxes of the parameter")
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def _on_meta(stored: TensorParts) -> TensorParts:
+    made: dict[str, Any] = {}
+    for name, part in stored.items():
+        if isinstance(part, TensorParts):
+            made[name] = _on_meta(part)
+        elif isinstance(part, TensorStorageMetadata):
+            made[name] = torch.empty(part.size, dtype=part.properties.dtype, device="meta")
+    return TensorParts(made, about=stored.about)
+
+
+def _cut_out(whole: torch.Tensor, offsets: Any, lengths: Any, stored: TensorParts) -> torch.Tensor:
+    try:
+        for dim, (start, length) in enumerate(zip(offsets, lengths, strict=True)):
+            if length != whole.shape[dim]:
+                whole = torch.narrow(whole, dim, start, length)
+    except Exception as error:
+        raise _indivisible(stored, str(error)) from error
+    return whole
+
+
+def _indivisible(stored: TensorParts, reason: str) -> PlanError:
+    return PlanError(
+        f"a {stored.class_name} cannot be made for a parameter that is divided over ranks: {reason}. Let the "
+        "optimizer take a step before the load, so that it makes its own"
+    )
+
+
+def _with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return put_together(tensor, _filled(take_apart(tensor, "?"), device))
+
+
+def _filled(parts: TensorParts, device: torch.device) -> TensorParts:
+    made = {
+        name: _filled(part, device)
+        if isinstance(part, TensorParts)
+        else torch.empty_like(part, device=device)
+        for name, part in parts.items()
+    }
+    return TensorParts(made, about=parts.about)
