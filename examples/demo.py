@@ -191,9 +191,9 @@ def flip_a_bit(checkpoint: Path) -> tuple[str, str]:
 
 def saved_step(checkpoint: Path) -> int:
     """The step that a checkpoint is of."""
-    state = {"step": -1}
+    state = {"training": {"step": -1}}
     holdfast.load(state, checkpoint_id=checkpoint, no_dist=True, strict=False)
-    return state["step"]
+    return state["training"]["step"]
 
 
 def load_everything(checkpoint: Path, *, with_torch: bool = False) -> dict[str, torch.Tensor]:

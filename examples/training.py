@@ -20,7 +20,6 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,17 +29,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import holdfast
-from holdfast.state_dict import get_state_dict, set_state_dict
 
 MICRO_BATCHES, SAMPLES = 4, 16
 FEATURES, HIDDEN, CLASSES = 128, 768, 10
 
 
 class Training:
-    """Model, optimizer and schedule of a job, as one Stateful object.
+    """Model, optimizer and schedule of a job.
 
-    torch's helpers name the optimizer's state after the parameters, and make room for it in an optimizer
-    that has not taken a step yet.
+    Attributes:
+        state: All of them as one object, to be saved and loaded; also how many steps are done.
     """
 
     def __init__(self, steps: int) -> None:
@@ -56,21 +54,8 @@ class Training:
         self.sharding = shard(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=steps)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that training needs to go on."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer, "schedule": self.schedule.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take it back."""
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state_dict["model"],
-            optim_state_dict=state_dict["optimizer"],
-        )
-        self.schedule.load_state_dict(state_dict["schedule"])
+        # Nothing here draws random numbers: the batches have generators of their own.
+        self.state = holdfast.TrainingState(self.model, self.optimizer, self.schedule, rng=False)
 
     def step(self, number: int) -> float:
         """Train on one batch, shared out over the ranks; the loss of the whole batch, on every rank."""
@@ -112,18 +97,18 @@ def make_micro_batch(step: int, place: int) -> tuple[torch.Tensor, torch.Tensor]
 def train(arguments: argparse.Namespace) -> Iterator[tuple[int, float]]:
     """Go on from the checkpoint, if there is one, to the last step, saving on the way; yields the losses."""
     training = Training(arguments.steps)
-    state: dict[str, Any] = {"training": training, "step": 0}
+    state = training.state
     try:
-        holdfast.load(state, checkpoint_id=arguments.checkpoint)
+        holdfast.load({"training": state}, checkpoint_id=arguments.checkpoint)
     except holdfast.errors.CheckpointNotFoundError:
         pass  # the first start; a checkpoint that is there but damaged raises another error, and ends the job
-    for step in range(state["step"] + 1, arguments.steps + 1):
+    for step in range(state.step + 1, arguments.steps + 1):
         yield step, training.step(step)
-        state["step"] = step
+        state.step = step
         if step % arguments.save_every == 0:
             fatal = step == arguments.kill_at and dist.get_rank() == arguments.kill_rank
             planner = FatalPlanner(arguments.checkpoint, dist.get_rank()) if fatal else None
-            holdfast.save(state, checkpoint_id=arguments.checkpoint, planner=planner)
+            holdfast.save({"training": state}, checkpoint_id=arguments.checkpoint, planner=planner)
 
 
 def main() -> None:
