@@ -169,6 +169,7 @@ def test_momentum_that_a_plain_dict_has_no_place_for_is_reported(
     fresh = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9).state_dict()
     hf.load({"optimizer": fresh}, checkpoint_id=tmp_path)
     assert "optimizer.state.0.momentum_buffer" in caplog.text
+    assert "Give load the optimizer itself" in caplog.text
     with pytest.raises(PlanError, match="momentum_buffer"):
         hf.load({"optimizer": fresh}, checkpoint_id=tmp_path, strict=True)
 
