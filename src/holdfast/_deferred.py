@@ -9,8 +9,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, KeysView
 from typing import Any, ClassVar, Generic, TypeVar
 
-__all__ = ["DeferredDict", "DeferredEntries", "DeferredList"]
-
 T = TypeVar("T")
 K = TypeVar("K")
 V = TypeVar("V")

@@ -32,8 +32,6 @@ from holdfast._io.pool import Worker
 from holdfast._io.store import ByteStore, Claim
 from holdfast.errors import CheckpointError, StorageError
 
-__all__ = ["Lease", "LeaseHolder", "take_lease"]
-
 logger = logging.getLogger(__name__)
 
 RENEWAL_SECONDS = 10.0

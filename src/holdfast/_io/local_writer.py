@@ -13,8 +13,6 @@ from holdfast._io.blocks import STEP, BlockSums
 from holdfast._io.file_access import FileWriter
 from holdfast._io.ring import BufferRing
 
-__all__ = ["LocalWriter", "flush_to_disk", "naming", "write_fully"]
-
 PAGE = max(mmap.PAGESIZE, 4096)
 """Offsets and sizes past the page cache are multiples of this; no disk in use asks for more."""
 

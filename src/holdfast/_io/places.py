@@ -8,8 +8,6 @@ from holdfast._io.local import LocalStore
 from holdfast._io.store import ByteStore
 from holdfast.errors import UsageError
 
-__all__ = ["local_path", "open_place"]
-
 # A path object turns "s3://bucket" into "s3:/bucket". One letter before the colon is a drive.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 

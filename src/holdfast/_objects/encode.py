@@ -18,8 +18,6 @@ from holdfast._objects.torch_archive import pickle_record
 from holdfast.errors import PlanError
 from holdfast.stateful import Stateful
 
-__all__ = ["encode_object"]
-
 logger = logging.getLogger(__name__)
 
 # Protocol 4 keeps bytes as bytes; torch's own protocol 2 spells them out as text, 9 bytes of memory each.

@@ -15,8 +15,6 @@ import torch
 
 from holdfast._io.blocks import BLOCK_SIZE, block_checksums
 
-__all__ = ["fingerprint"]
-
 # Pickle gives up at about the same depth, and 200 levels leave room on the stack of a deep program.
 _DEEPEST = 200
 _MOST_REMEMBERED = 1 << 16

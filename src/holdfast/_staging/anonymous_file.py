@@ -3,8 +3,6 @@
 import os
 import tempfile
 
-__all__ = ["make_anonymous_file"]
-
 
 def make_anonymous_file(purpose: str) -> int:
     """Make an empty file that is in no folder, in memory where the system can do that.

@@ -13,8 +13,6 @@ from holdfast._staging.staging_copy import copy_spans, default_threads
 from holdfast._staging.state_tensors import StateTensors
 from holdfast._staging.state_tree import copy_around
 
-__all__ = ["Staging"]
-
 
 class Staging:
     """Copies states into buffers that are allocated once, grown when a state needs it, and reused.

@@ -12,8 +12,6 @@ import torch
 from holdfast._staging.anonymous_file import make_anonymous_file
 from holdfast._staging.staging_copy import touch
 
-__all__ = ["StagingBuffer"]
-
 _LARGE_PAGE = 2 << 20
 
 

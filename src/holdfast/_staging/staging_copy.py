@@ -8,8 +8,6 @@ from functools import partial
 
 from holdfast._io import pool
 
-__all__ = ["copy_spans", "default_threads", "differs", "touch"]
-
 _PIECE_NBYTES = 128 << 20
 """The most that one call copies. The C library bypasses the cache only in calls above a threshold of its own:
 99 MiB on a machine where 2 GiB took 0.20 s in such calls, and 0.32 s in calls of 32 MiB."""

@@ -18,8 +18,6 @@ from holdfast._storage.open_files import SharedFile
 from holdfast.errors import CheckpointError, ChecksumError, IntegrityError
 from holdfast.extension import ExtensionRegistry
 
-__all__ = ["Chunk", "ItemReader", "ReadContext", "naming"]
-
 
 @dataclass(frozen=True)
 class ReadContext:

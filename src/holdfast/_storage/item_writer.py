@@ -12,7 +12,7 @@ import torch
 from holdfast._format.description import column
 from holdfast._format.torch_item import SMALL_ALIGNMENT, ItemFrame
 from holdfast._io.blocks import BLOCK_SIZE, BlockSums, block_checksums, combine_blocks, crc32
-from holdfast._io.store import FileWriter
+from holdfast._io.file_access import FileWriter
 from holdfast._io.streams import byte_view, write_all
 from holdfast._objects import StoredObject
 from holdfast._plan.write_columns import WriteColumns
@@ -21,8 +21,6 @@ from holdfast._storage.small_items import SMALL, ItemTemplate, frame_of, templat
 from holdfast._tensors.host import copy_of, host_pieces
 from holdfast.errors import IncompleteWriteError
 from holdfast.extension import StreamTransformExtension
-
-__all__ = ["PACK", "ItemWriter"]
 
 # Memory of this size is reused from one pack to the next. Packs of megabytes are given back to the system
 # each time, and their pages cost more than all else that is done for a tensor of 4 KiB.

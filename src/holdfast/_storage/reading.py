@@ -21,8 +21,6 @@ from holdfast.extension import ExtensionRegistry
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-__all__ = ["read_items", "read_metadata_file", "read_own_parts"]
-
 LARGEST_METADATA = 16 << 30
 _REMEDY = (
     "The metadata names it: it was deleted, was not copied with the rest, or another save has replaced the "

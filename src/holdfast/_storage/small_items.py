@@ -9,8 +9,6 @@ from holdfast._format.torch_item import SMALL_ALIGNMENT, ItemFrame, tensor_item
 from holdfast._io.blocks import crc32
 from holdfast._plan.write_columns import Form
 
-__all__ = ["SMALL", "ItemTemplate", "frame_of", "template_of"]
-
 SMALL = 128 * 1024
 """Items whose payload is smaller are written, and read, together with their neighbours: three calls to the
 file for each of 100,000 tensors of 16 bytes would take longer than everything else together.

@@ -24,8 +24,6 @@ from holdfast.metadata import Metadata, StorageMeta
 from holdfast.planner import LoadPlan, LoadPlanner
 from holdfast.storage import StorageReader
 
-__all__ = ["StoreReader"]
-
 
 class StoreReader(AtStore[FileSource], StorageReader):
     """Reads a checkpoint from a store, ours or torch's.

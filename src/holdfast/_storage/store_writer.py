@@ -37,8 +37,6 @@ from holdfast.metadata import Metadata, StorageMeta
 from holdfast.planner import SavePlan, SavePlanner
 from holdfast.storage import StorageWriter, WriteResult
 
-__all__ = ["DEFAULT_BUDGET", "StoreWriter"]
-
 DEFAULT_BUDGET = 256 * 1024 * 1024
 """The most memory that a save or a load takes besides what it saves from or loads into."""
 # Compression keeps a core busy: one file, and so one thread, each.

@@ -23,8 +23,6 @@ from holdfast.errors import InvalidPlanError
 from holdfast.extension import StreamTransformExtension
 from holdfast.planner import SavePlan, SavePlanner
 
-__all__ = ["write_items"]
-
 _WRAP = 700
 """About what the container of a small tensor takes."""
 

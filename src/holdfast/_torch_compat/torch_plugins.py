@@ -13,8 +13,6 @@ from holdfast.metadata import Metadata, StorageMeta
 from holdfast.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from holdfast.storage import StorageReader, StorageWriter, WriteResult
 
-__all__ = ["our_load_planner", "our_save_planner", "our_storage_reader", "our_storage_writer"]
-
 T = TypeVar("T")
 
 

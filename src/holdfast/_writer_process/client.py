@@ -24,14 +24,6 @@ from holdfast._writer_process.process_start import IGNORED_SIGNALS, PROGRAM
 from holdfast._writer_process.shared_progress import ProgressSlot, SharedProgress
 from holdfast.errors import StorageError
 
-__all__ = [
-    "WriterProcess",
-    "kill_writer_process",
-    "ready_writer_process",
-    "start_writer_process",
-    "stop_writer_process",
-]
-
 _QUOTED_NBYTES = 16 << 10
 _STOP_SECONDS = 10.0
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")

@@ -19,8 +19,6 @@ from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan
 from holdfast.storage import WriteResult
 
-__all__ = ["ProcessWriter"]
-
 
 class ProcessWriter(WriterPort):
     """The same as ``inner``, but has the data written by a copy of its plugin in another process.

@@ -14,8 +14,6 @@ from typing import Any
 from holdfast._context import SaveContext
 from holdfast.errors import UsageError
 
-__all__ = ["ReturnedState", "pickling_error"]
-
 _NOT_LOOKED_INTO = (type, ModuleType, FunctionType, BuiltinFunctionType, SaveContext)
 
 

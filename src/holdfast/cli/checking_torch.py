@@ -14,7 +14,8 @@ from holdfast._format.torch_item_reader import read_item_layout
 from holdfast._format.torch_item_zip import Archive
 from holdfast._geometry import volume
 from holdfast._io.blocks import crc32
-from holdfast._io.store import FileReader, FileSource
+from holdfast._io.file_access import FileReader
+from holdfast._io.store import FileSource
 from holdfast.cli.report import Report
 from holdfast.cli.text import shape_text
 from holdfast.errors import ChecksumError, ExtensionError, IntegrityError
