@@ -11,7 +11,7 @@ from holdfast._engine.adapt import place_of
 from holdfast._engine.save import SaveCancellation
 from holdfast._io.places import local_path
 from holdfast._io.progress import Progress, ProgressTracker
-from holdfast.errors import CheckpointError, CheckpointException, UsageError
+from holdfast.errors import CheckpointError, CheckpointException
 
 
 class SaveCancelledError(CheckpointError):
@@ -50,10 +50,8 @@ def exclusive_keys(
     keys: set[Hashable] = {IdentityKey(plugin) for plugin in (storage, planner) if plugin is not None}
     if isinstance(place, str | os.PathLike):
         place = os.fspath(place)
-        try:
-            keys.add(("place", os.path.realpath(local_path(place))))
-        except UsageError:
-            keys.add(("place", place.rstrip("/")))
+        folder = local_path(place)
+        keys.add(("place", place.rstrip("/") if folder is None else os.path.realpath(folder)))
     return (f"a {type(storage).__name__}" if place is None else str(place)), frozenset(keys)
 
 
