@@ -41,7 +41,6 @@ from holdfast._engine.adapt import adapt_save_planner, adapt_writer
 from holdfast._staging.stage import Staging
 from holdfast._staging.staged import StagedState
 from holdfast._writer_process.client import (
-    kill_writer_process,
     ready_writer_process,
     start_writer_process,
     stop_writer_process,
@@ -418,7 +417,7 @@ def test_a_stopped_writer_process_is_waited_for_and_can_be_killed() -> None:
     os.kill(pid, signal.SIGSTOP)
     save = Background({"a": torch.ones(3)}, ToldWriter("never"), DefaultSavePlanner())
     save.writer.cancel()
-    kill_writer_process()
+    os.kill(pid, signal.SIGKILL)
     save.join()
     assert isinstance(save.error, CancelledError)
 

@@ -34,8 +34,8 @@ def naming(path: str) -> Iterator[None]:
 
 def flush_to_disk(fd: int) -> None:
     """Return when the file's bytes are on stable storage. Must not be tried again after it failed."""
-    if hasattr(fcntl, "F_FULLFSYNC"):
-        fcntl.fcntl(fd, fcntl.F_FULLFSYNC)  # macOS: fsync leaves the bytes in the drive's own cache
+    if sys.platform == "darwin":
+        fcntl.fcntl(fd, fcntl.F_FULLFSYNC)  # fsync leaves the bytes in the drive's own cache
     else:
         os.fsync(fd)
 

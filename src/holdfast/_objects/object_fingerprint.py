@@ -232,7 +232,8 @@ class _Walk:
 
 
 def _of_global(value: Any, name: str) -> bytes:
-    module = getattr(value, "__module__", None) or type(value).__module__
+    # What is neither class nor function says by __reduce__ that its name leads to it.
+    module = (value if isinstance(value, type | types.FunctionType) else type(value)).__module__
     if "<" in name:
         raise _UnknownError  # a lambda, or made inside of a function: the name does not lead to it
     return _framed(b"g", f"{module}:{name}".encode())

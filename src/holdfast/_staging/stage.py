@@ -136,8 +136,7 @@ class Staging:
             for number in numbers:
                 source = tensors[number]
                 place_in(base, [layout.places[number]])[0].copy_(source, non_blocking=True)
-                if hasattr(source, "record_stream"):
-                    source.record_stream(self._stream)
+                source.record_stream(self._stream)
             return self._stream.record_event()
 
     def _finish_device_copies(self) -> None:

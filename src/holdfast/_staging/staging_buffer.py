@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import sys
 import weakref
 from typing import Any
 
@@ -75,7 +76,7 @@ class StagingBuffer:
         if self.fd is not None:
             os.ftruncate(self.fd, capacity)
         made = mmap.mmap(-1 if self.fd is None else self.fd, capacity)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        if sys.platform == "linux":
             # Has an effect where /sys/kernel/mm/transparent_hugepage/shmem_enabled is "advise".
             with contextlib.suppress(OSError):
                 made.madvise(mmap.MADV_HUGEPAGE)

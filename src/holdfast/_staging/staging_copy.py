@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import os
+import sys
 from collections.abc import Sequence
 from functools import partial
 
@@ -30,7 +31,7 @@ Span = tuple[int, int, int]
 
 def default_threads() -> int:
     """The number of cores that this process may use, 8 at most: a few threads saturate the memory."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return min(_MOST_THREADS, cores)
 
 

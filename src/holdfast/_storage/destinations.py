@@ -9,7 +9,7 @@ from holdfast.errors import InvalidPlanError
 from holdfast.planner import LoadPlanner, ReadItem
 
 # Some versions of torch have this dtype, but no copy of it.
-_FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
+_FLOAT4 = vars(torch).get("float4_e2m1fn_x2")
 
 
 class PlannerCalls:

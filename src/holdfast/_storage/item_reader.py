@@ -110,6 +110,7 @@ class _Stream(io.RawIOBase):
     def __init__(self, reader: ItemReader) -> None:
         super().__init__()
         self.reader = reader
+        self.name = reader.file.path  # for the errors of transforms
         self.at = 0
 
     def readable(self) -> bool:

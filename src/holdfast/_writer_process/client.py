@@ -277,13 +277,6 @@ def stop_writer_process() -> None:
         process.stop()
 
 
-def kill_writer_process() -> None:
-    """Kill the writer process, even a stopped one. Its saves fail, and the next save starts another one."""
-    process = _current
-    if process is not None:
-        process.kill()
-
-
 def _forget_after_fork() -> None:
     # A child that used the parent's socket would mix up the messages.
     global _current, _choosing
