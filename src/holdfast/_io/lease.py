@@ -170,7 +170,6 @@ class Lease:
         self._store = store
         self._shared = shared
         self._replaces: set[str] = set()
-        self._claim = claim
         self._owner = os.getpid()
         self._over = threading.Event()
         self._left = threading.Event()

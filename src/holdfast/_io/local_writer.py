@@ -16,8 +16,6 @@ from holdfast._io.ring import BufferRing
 PAGE = max(mmap.PAGESIZE, 4096)
 """Offsets and sizes past the page cache are multiples of this; no disk in use asks for more."""
 
-_GATHER_BELOW = 64 << 10  # smaller pieces are gathered: thousands of system calls cost more than the copy
-
 O_DIRECT = os.O_DIRECT if sys.platform == "linux" else 0
 
 
@@ -113,34 +111,24 @@ class LocalWriter(FileWriter):
 
 
 class _Plain:
-    """Through the page cache: large pieces straight from the caller's memory, small ones gathered."""
+    """Through the page cache, straight from the caller's memory."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._offset = 0
-        self._gathered = bytearray()
 
     def append(self, view: memoryview, sums: BlockSums | None) -> None:
         for at in range(0, len(view), STEP):
             piece = view[at : at + STEP]
             if sums is not None:
                 sums.update(piece)
-            if len(piece) < _GATHER_BELOW:
-                self._gathered += piece
-                piece = piece[:0]
-            if len(piece) or len(self._gathered) >= STEP:
-                self._flush(piece)
+            write_fully(self._fd, [piece], self._offset)
+            self._offset += len(piece)
 
     def finish(self) -> None:
-        self._flush(memoryview(b""))
+        pass
 
-    def abort(self) -> None:
-        self._gathered = bytearray()
-
-    def _flush(self, piece: memoryview) -> None:
-        gathered, self._gathered = self._gathered, bytearray()
-        write_fully(self._fd, [gathered, piece], self._offset)
-        self._offset += len(gathered) + len(piece)
+    abort = finish
 
 
 class _Direct:
