@@ -5,12 +5,13 @@ import os
 import threading
 import weakref
 from collections.abc import Hashable
-from typing import Any, Protocol
+from typing import Any
 
 from holdfast._engine.adapt import place_of
 from holdfast._engine.save import SaveCancellation
 from holdfast._io.places import local_path
 from holdfast._io.progress import Progress, ProgressTracker
+from holdfast._writer_process.process_writer import ProcessWriter
 from holdfast.errors import CheckpointError, CheckpointException
 
 
@@ -55,16 +56,6 @@ def exclusive_keys(
     return (f"a {type(storage).__name__}" if place is None else str(place)), frozenset(keys)
 
 
-class WriterElsewhere(Protocol):
-    """A write that another process does."""
-
-    def progress(self) -> tuple[int, int]:
-        """The bytes written, and the bytes in all."""
-
-    def cancel(self) -> None:
-        """Make it stop."""
-
-
 class RunningSave(SaveCancellation):
     """The shared state of one save in the background. Any thread may use it.
 
@@ -104,7 +95,7 @@ class RunningSave(SaveCancellation):
         self._lock = threading.Lock()
         self._is_cancelled = False
         self._is_closed = False
-        self._elsewhere: WriterElsewhere | None = None
+        self._elsewhere: ProcessWriter | None = None
 
     @property
     def is_unseen_failure(self) -> bool:
@@ -146,7 +137,7 @@ class RunningSave(SaveCancellation):
             self.check()
             self._is_closed = True
 
-    def writes_elsewhere(self, writer: WriterElsewhere) -> None:
+    def writes_elsewhere(self, writer: ProcessWriter) -> None:
         """Another process will write: ask it for progress, and tell it when the save is cancelled."""
         with self._lock:
             self._elsewhere = writer

@@ -1,6 +1,5 @@
 """The opcodes of single values in a metadata pickle. A value is written once; later uses refer to it."""
 
-import itertools
 import struct
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -90,16 +89,6 @@ class Emitter:
         if len(raw) < 256:
             return b"\x8c%c%b\x94" % (len(raw), raw)
         return PACK_COUNT(b"X", len(raw)) + raw + b"\x94"
-
-    def new_texts(self, values: list[str]) -> list[bytes]:
-        """The same as ``new_text``, for many texts at once."""
-        raw = [value.encode("utf-8", "surrogatepass") for value in values]
-        if max(map(len, raw)) >= 256 or self._count < 256:
-            return [self.new_text(value) for value in values]
-        first, self._count = self._count, self._count + len(values)
-        references = map(PACK_COUNT, itertools.repeat(b"j"), range(first, self._count))
-        self.texts.update(zip(values, references, strict=True))
-        return [b"\x8c%c%b\x94" % (len(text), text) for text in raw]
 
     def size(self, dims: Ints) -> bytes:
         """The opcodes of a ``torch.Size``."""
