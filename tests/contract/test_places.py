@@ -38,7 +38,9 @@ def test_a_url_of_an_entered_scheme_is_saved_to_and_loaded_from(named: str) -> N
         assert torch.equal(found["w"], state(value)["w"])
         assert (found["small"]["b"].tolist(), found["step"]) == ([value] * 3, int(value))
     hf.async_save(state(3.0), **writer[named]).result()  # type: ignore[union-attr]
-    assert min(MemoryStore(URL).names()) == ".metadata"
+    metadata = hf.FileSystemReader(URL).read_metadata()
+    assert metadata.storage_meta is not None
+    assert metadata.storage_meta.checkpoint_id == URL
     assert len(MemoryStore(URL).names()) == 2
     assert hf.FileSystemWriter.validate_checkpoint_id(URL)
 

@@ -292,19 +292,6 @@ def _push(make: Callable[[Machine], object]) -> Callable[[Machine], None]:
     return lambda machine: machine.stack.append(make(machine))
 
 
-def _short_text(machine: Machine) -> None:
-    # Half of all opcodes outside of rows: worth a shorter way than _text(1).
-    data, pos = machine.data, machine.pos
-    after = pos + 1 + data[pos]
-    if after > len(data):
-        machine.take(after - pos)
-    machine.stack.append(data[pos + 1 : after].decode("utf-8", "surrogatepass"))
-    if data[after : after + 1] == pickle.MEMOIZE:
-        machine.memo.append(machine.stack[-1])
-        after += 1
-    machine.pos = after
-
-
 def _text(width: int) -> Callable[[Machine], None]:
     return _push(lambda machine: machine.take(machine.number(width)).decode("utf-8", "surrogatepass"))
 
@@ -328,7 +315,7 @@ for _opcode, _handler in {
     pickle.LONG1: _signed(1),
     pickle.LONG4: _signed(4),
     pickle.BINFLOAT: _push(lambda machine: _FLOAT.unpack(machine.take(8))[0]),
-    pickle.SHORT_BINUNICODE: _short_text,
+    pickle.SHORT_BINUNICODE: _text(1),
     pickle.BINUNICODE: _text(4),
     pickle.BINUNICODE8: _text(8),
     pickle.SHORT_BINBYTES: _counted(1, bytes),
