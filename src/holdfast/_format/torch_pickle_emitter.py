@@ -109,20 +109,15 @@ class Emitter:
                     f"torch, a layout ({', '.join(LAYOUTS)}), and a format ({', '.join(_FORMAT_NUMBERS)}).",
                     found=tuple(value),
                 )
-            known = b"".join(
-                (
-                    *(self.names["TensorProperties"], b")\x81(ctorch\n%b\n" % dtype.encode()),
-                    *(self.names["_get_layout"], self.text(f"torch.{layout}"), b"\x85R"),
-                    b"\x88" if requires_grad else b"\x89",
-                    *(
-                        self.names["_MEM_FORMAT_ENCODING"],
-                        encode_int(_FORMAT_NUMBERS[memory_format]),
-                        b"\x85R",
-                    ),
-                    b"\x88" if pin_memory else b"\x89",
-                    b"tb\x94",
-                )
+            names, number = self.names, encode_int(_FORMAT_NUMBERS[memory_format])
+            parts = (
+                *(names["TensorProperties"], b")\x81(ctorch\n%b\n" % dtype.encode()),
+                *(names["_get_layout"], self.text(f"torch.{layout}"), b"\x85R"),
+                self._scalar(requires_grad),
+                *(names["_MEM_FORMAT_ENCODING"], number, b"\x85R"),
+                self._scalar(pin_memory),
             )
+            known = b"".join((*parts, b"tb\x94"))
             self._properties[value] = self._next_reference()
         return known
 

@@ -82,15 +82,28 @@ class LocalWriter(FileWriter):
         super().__init__(path)
         self._fd = fd
         self._durable = durable
-        self._sink: _Direct | _Plain = _Direct(fd) if direct and set_direct(fd, on=True) else _Plain(fd)
+        self._ring: BufferRing | None = None
+        if direct and set_direct(fd, on=True):
+            self._ring = BufferRing(functools.partial(_write_direct, fd), unit=PAGE)
 
     def _append(self, view: memoryview, sums: BlockSums | None) -> None:
         with naming(self.path):
-            self._sink.append(view, sums)
+            if self._ring is not None:
+                self._ring.append(view, sums)
+                return
+            for at in range(0, len(view), STEP):
+                piece = view[at : at + STEP]
+                if sums is not None:
+                    sums.update(piece)
+                write_fully(self._fd, [piece], self.position + at)
 
     def _complete(self) -> None:
         with naming(self.path):
-            self._sink.finish()
+            if self._ring is not None:
+                tail, offset = self._ring.finish()
+                # The last bytes, no whole page, go through the page cache.
+                set_direct(self._fd, on=False)
+                write_fully(self._fd, [tail], offset)
             if self._durable:
                 flush_to_disk(self._fd)
             fd, self._fd = self._fd, -1
@@ -98,7 +111,8 @@ class LocalWriter(FileWriter):
 
     def _discard(self) -> None:
         try:
-            self._sink.abort()
+            if self._ring is not None:
+                self._ring.abort()
         finally:
             with suppress(OSError):  # a stray file is harmless: no metadata names it; the first error counts
                 # Before the close, so that dirty pages are dropped instead of being written.
@@ -108,41 +122,6 @@ class LocalWriter(FileWriter):
                 OSError
             ):  # closed already; or the file is gone, and nobody misses what is not written
                 os.close(fd)
-
-
-class _Plain:
-    """Through the page cache, straight from the caller's memory."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._offset = 0
-
-    def append(self, view: memoryview, sums: BlockSums | None) -> None:
-        for at in range(0, len(view), STEP):
-            piece = view[at : at + STEP]
-            if sums is not None:
-                sums.update(piece)
-            write_fully(self._fd, [piece], self._offset)
-            self._offset += len(piece)
-
-    def finish(self) -> None:
-        pass
-
-    abort = finish
-
-
-class _Direct:
-    """Past the page cache: whole buffers from the ring, and the last bytes, no whole page, through it."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._ring = BufferRing(functools.partial(_write_direct, fd), unit=PAGE)
-        self.append, self.abort = self._ring.append, self._ring.abort
-
-    def finish(self) -> None:
-        tail, offset = self._ring.finish()
-        set_direct(self._fd, on=False)
-        write_fully(self._fd, [tail], offset)
 
 
 def _write_direct(fd: int, whole: memoryview, offset: int) -> None:

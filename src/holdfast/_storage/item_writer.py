@@ -5,6 +5,7 @@ import io
 import itertools
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,35 +28,28 @@ from holdfast.extension import StreamTransformExtension
 PACK = 256 * 1024
 
 
+@dataclass(eq=False)
 class ItemWriter:
     """Writes items one after the other into one new file, and notes where each of them lies.
 
-    Args:
+    Attributes:
         file: Where to.
         file_number: Its number among the files of this rank.
         lines: The plan that the items are lines of.
         transforms: What each item's container goes through; the first one stands next to the file.
         copy_at_once: How many bytes of a tensor are copied at a time, if it must be copied.
+        items: Where the items lie that were written so far.
     """
 
-    def __init__(
-        self,
-        file: FileWriter,
-        file_number: int,
-        lines: WriteColumns,
-        transforms: Sequence[StreamTransformExtension] = (),
-        *,
-        copy_at_once: int,
-    ) -> None:
-        self.file = file
-        self.lines = lines
-        self.transforms = transforms
-        self.copy_at_once = copy_at_once
-        self.file_number = file_number
-        self.items = WrittenItems()
-        self._packed: list[Any] = []
-        self._packed_nbytes = 0
-        self._templates: dict[int, ItemTemplate] = {}
+    file: FileWriter
+    file_number: int
+    lines: WriteColumns
+    transforms: Sequence[StreamTransformExtension]
+    copy_at_once: int
+    items: WrittenItems = field(default_factory=WrittenItems)
+    _packed: list[Any] = field(default_factory=list)
+    _packed_nbytes: int = 0
+    _templates: dict[int, ItemTemplate] = field(default_factory=dict)
 
     def add(self, number: int, data: torch.Tensor | io.BytesIO) -> None:
         """Write one line's item. The data may be changed as soon as this returns."""
