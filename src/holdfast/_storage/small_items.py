@@ -1,6 +1,5 @@
 """Owns the containers of small tensors, made once for all tensors of a form."""
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -63,7 +62,6 @@ def template_of(form: Form) -> ItemTemplate:
     )
 
 
-@functools.lru_cache(maxsize=4096)
 def frame_of(dtype: torch.dtype, shape: torch.Size) -> ItemFrame:
     """The container of a tensor."""
     return tensor_item(str(dtype).removeprefix("torch."), tuple(shape))
