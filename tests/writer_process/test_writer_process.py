@@ -10,6 +10,8 @@ import select
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from multiprocessing import spawn
@@ -358,14 +360,28 @@ def test_a_forked_child_leaves_the_writer_process_alone(tmp_path: Path) -> None:
     assert _pid() == pid
 
 
-def test_the_end_of_a_writer_process_is_noticed_though_a_child_was_forked_while_it_started() -> None:
+def test_the_end_of_a_writer_process_is_noticed_though_a_child_was_forked_while_it_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stop_writer_process()
+    is_starting, open_pipe = threading.Event(), os.pipe
+
+    def slow_pipe() -> tuple[int, int]:
+        made = open_pipe()
+        is_starting.set()
+        time.sleep(0.1)  # the process is about to be started, and its pipe is open
+        return made
+
+    monkeypatch.setattr(os, "pipe", slow_pipe)
     start_writer_process(wait=False)
+    is_starting.wait()
     child = os.fork()
     if child == 0:
-        signal.pause()
+        time.sleep(30)
+        os._exit(0)
     try:
         process = ready_writer_process()
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)  # nobody has waited for it
         process.kill()
         process._thread.join(20)
         assert process.has_ended

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from multiprocessing import spawn
 from typing import Any
 
-from holdfast._ranks.sockets import open_pair
+from holdfast._ranks.sockets import no_fork, open_pair
 from holdfast._staging.anonymous_file import make_anonymous_file
 from holdfast._version import __version__
 from holdfast._writer_process import process_messages as messages
@@ -215,13 +215,15 @@ def _spawn(link: int, progress: int, stderr: int) -> "subprocess.Popen[bytes]":
     }
     executable: Any = spawn.get_executable()
     try:
-        return subprocess.Popen(  # noqa: S603 - our own interpreter and program
-            [os.fsdecode(executable), "-c", PROGRAM, json.dumps(description), "\n".join(sys.path)],
-            stdin=subprocess.DEVNULL,
-            stderr=stderr,
-            pass_fds=(link, progress, our_stderr),
-            env={**os.environ, **dict.fromkeys(_ONE_THREAD, "1")},
-        )
+        # A child that is forked meanwhile would keep the pipe open at whose end Popen waits.
+        with no_fork:
+            return subprocess.Popen(  # noqa: S603 - our own interpreter and program
+                [os.fsdecode(executable), "-c", PROGRAM, json.dumps(description), "\n".join(sys.path)],
+                stdin=subprocess.DEVNULL,
+                stderr=stderr,
+                pass_fds=(link, progress, our_stderr),
+                env={**os.environ, **dict.fromkeys(_ONE_THREAD, "1")},
+            )
     finally:
         os.close(our_stderr)
 
