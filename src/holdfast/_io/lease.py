@@ -198,7 +198,6 @@ class Lease:
                     raise
             else:
                 return
-        self._store.replace(self.name, self._holder.encode(), durable=False)
 
     def _content(self) -> bytes:
         return LeaseHolder.this_process(shared=self._shared, replaces=self._replaces).encode()
