@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 
 from holdfast._io.progress import ProgressTracker
 
-__all__ = ["LoadContext", "SaveContext"]
-
 
 def _nobody_objects() -> None:
     """The answer where no other rank takes part."""

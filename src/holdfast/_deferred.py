@@ -9,8 +9,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, KeysView
 from typing import Any, ClassVar, Generic, TypeVar
 
-__all__ = ["DeferredDict", "DeferredEntries", "DeferredList"]
-
 T = TypeVar("T")
 K = TypeVar("K")
 V = TypeVar("V")
@@ -49,7 +47,7 @@ class _DeferredType(type):
     plain: type
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if args and not (len(args) == 1 and hasattr(args[0], "__iter__")):
+        if args and not (len(args) == 1 and isinstance(args[0], Iterable)):
             return super().__call__(*args, **kwargs)
         if cls.plain is dict and args and isinstance(args[0], Iterator):
             # asdict makes a dict of a key that is a record, too; the tuple of its values can be a key.

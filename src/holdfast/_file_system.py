@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import cast
 
-from holdfast._io.places import open_place
+from holdfast._io.places import local_path, open_place
 from holdfast._io.store import ByteStore
 from holdfast._io.stream_store import StreamStore
 
@@ -72,8 +72,8 @@ class FileSystem(FileSystemBase):
         Path(path).replace(new_path)
 
     def init_path(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-        """A ``Path``."""
-        return Path(path)
+        """A ``Path``; a URL stays what it is."""
+        return path if local_path(path) is None else Path(path)
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
         """Make a folder and those above it."""

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from itertools import accumulate, islice
 from math import prod
 from operator import add, itemgetter, lt, mul, sub
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 # Two piles of n equal boxes overlap in n * n pairs; nobody reads more than a few.
 _MOST_PROBLEMS = 16
 
 _Corner = tuple[int, ...]
 _Span = tuple[_Corner, _Corner]  # first corner, and the corner after the last element
-_S = TypeVar("_S", bound=tuple[Any, ...])  # a span, with or without something after its corners
 
 
 class Box(NamedTuple):
@@ -194,10 +193,10 @@ def _find_hole(low: _Corner, high: _Corner, spans: list[_Span]) -> Box | None:
     return None
 
 
-def _cut_into_slabs(low: int, high: int, dim: int, spans: list[_S]) -> list[tuple[int, int, list[_S]]]:
+def _cut_into_slabs(low: int, high: int, dim: int, spans: list[_Span]) -> list[tuple[int, int, list[_Span]]]:
     """Cut along ``dim`` wherever no span is in the way; a slab without spans is a hole."""
-    slabs: list[tuple[int, int, list[_S]]] = []
-    inside: list[_S] = []
+    slabs: list[tuple[int, int, list[_Span]]] = []
+    inside: list[_Span] = []
     begin = reach = low
     for start, end, span in sorted([(s[0][dim], s[1][dim], s) for s in spans], key=itemgetter(0)):
         if start >= reach and start > low:
@@ -240,41 +239,22 @@ def _split_at_an_edge(region: _Span, spans: list[_Span]) -> Iterator[tuple[_Span
 
 
 def _find_overlaps(boxes: Sequence[Box]) -> list[CoverProblem]:
-    """The first pairs of boxes that share an element; the boxes lie in one shape.
-
-    Boxes on two sides of a cut cannot overlap, so pairs are tried only inside what no cut divides.
-    """
-    spans = [
-        (tuple(offsets), tuple(map(add, offsets, lengths)), i)
-        for i, (offsets, lengths) in enumerate(boxes)
-        if 0 not in lengths
-    ]
-    problems: list[CoverProblem] = []
-    groups = [spans] if spans else []
-    while groups and len(problems) < _MOST_PROBLEMS:
-        group = groups.pop()
-        for dim in range(len(group[0][0]) if len(group) > 1 else 0):
-            parts = [inside for _, _, inside in _cut_into_slabs(0, 0, dim, group) if inside]
-            if len(parts) > 1:
-                groups += parts
-                break
-        else:
-            problems += islice(_overlapping_pairs(boxes, group), _MOST_PROBLEMS - len(problems))
-    return problems
+    """The first pairs of boxes that share an element; the boxes lie in one shape."""
+    return list(islice(_overlapping_pairs(boxes), _MOST_PROBLEMS))
 
 
-def _overlapping_pairs(
-    boxes: Sequence[Box], group: list[tuple[_Corner, _Corner, int]]
-) -> Iterator[CoverProblem]:
+def _overlapping_pairs(boxes: Sequence[Box]) -> Iterator[CoverProblem]:
+    full = [i for i, box in enumerate(boxes) if 0 not in box.lengths]
     # The dimension with most starts keeps the list of boxes that are still open short.
-    dim = max(range(len(group[0][0])), key=lambda d: len({span[0][d] for span in group}), default=None)
-    still_open: list[tuple[_Corner, _Corner, int]] = []
-    for span in group if dim is None else sorted(group, key=lambda span: span[0][dim]):
+    ndim = len(boxes[full[0]].offsets) if full else 0
+    dim = max(range(ndim), key=lambda d: len({boxes[i].offsets[d] for i in full}), default=None)
+    still_open: list[int] = []
+    for i in full if dim is None else sorted(full, key=lambda i: boxes[i].offsets[dim]):
         if dim is not None:
-            still_open = [other for other in still_open if other[1][dim] > span[0][dim]]
-        for other in still_open:
-            shared = intersect(boxes[span[2]], boxes[other[2]])
+            start = boxes[i].offsets[dim]
+            still_open = [j for j in still_open if boxes[j].offsets[dim] + boxes[j].lengths[dim] > start]
+        for j in still_open:
+            shared = intersect(boxes[i], boxes[j])
             if shared is not None:
-                first, second = sorted((span[2], other[2]))
-                yield CoverProblem("overlap", (first, second), shared)
-        still_open.append(span)
+                yield CoverProblem("overlap", (min(i, j), max(i, j)), shared)
+        still_open.append(i)

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["known_to_engine"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

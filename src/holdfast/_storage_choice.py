@@ -3,7 +3,7 @@
 import os
 from typing import Literal, TypeAlias
 
-from holdfast._io.places import local_path
+from holdfast._io.places import open_place
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import UsageError
 from holdfast.filesystem import FileSystemReader, FileSystemWriter
@@ -22,7 +22,7 @@ def choose_writer(
         UsageError: There is no place; or there is a writer, and an option that only it can be given.
     """
     if writer is None:
-        place = _local_place(checkpoint_id, "storage_writer")
+        place = _place(checkpoint_id, "storage_writer")
         writer = FileSystemWriter(place, overwrite=overwrite is not False)
         checkpoint_id = None  # it is there already
     elif overwrite is not None:
@@ -56,12 +56,12 @@ def _belongs_elsewhere(name: str, value: object, plugin: object) -> UsageError:
 def choose_reader(reader: StorageReader | None, checkpoint_id: Place | None) -> StorageReader:
     """The caller's reader at the caller's place, or a new one that suits the place."""
     if reader is None:
-        return FileSystemReader(_local_place(checkpoint_id, "storage_reader"))
+        return FileSystemReader(_place(checkpoint_id, "storage_reader"))
     reader.reset(checkpoint_id)
     return reader
 
 
-def _local_place(checkpoint_id: Place | None, instead: str) -> Place:
+def _place(checkpoint_id: Place | None, instead: str) -> str:
     if checkpoint_id is None or checkpoint_id == "":
         raise UsageError(
             f"where is the checkpoint? checkpoint_id must be specified, and is {checkpoint_id!r}: pass the "
@@ -75,6 +75,6 @@ def _local_place(checkpoint_id: Place | None, instead: str) -> Place:
             found=checkpoint_id,
         )
     try:
-        return local_path(checkpoint_id)
+        return open_place(checkpoint_id).url
     except UsageError as error:
         raise UsageError(f"{error} ({instead}=)", path=str(checkpoint_id)) from error

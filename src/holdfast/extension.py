@@ -240,7 +240,7 @@ class ExtensionRegistry:
             raise UsageError(
                 f"register takes an Extension class, got {cls!r}; pass the class, not an instance"
             )
-        missing = [method for method in methods if not callable(getattr(cls, method, None))]
+        missing = [method for method in methods if not any(method in vars(base) for base in cls.__mro__)]
         if missing:
             raise UsageError(f"{cls.__qualname__} is not an Extension class: it has no {', '.join(missing)}")
         name: Any = cls.registry_name()

@@ -62,11 +62,6 @@ class _OfFileSystem:
         self._opened = None
         _ = self.store  # now, in the working directory of the call
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it names a place in a file system."""
-        return FileSystem.validate_checkpoint_id(checkpoint_id)
-
 
 class FileSystemWriter(_OfFileSystem, StoreWriter, BlockingAsyncStager):
     """Writes a checkpoint into a folder.

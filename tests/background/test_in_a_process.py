@@ -1,6 +1,8 @@
 """Saves in the background by a process of their own: the same promises, also when the process is killed."""
 
 import concurrent.futures
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 from tests.background.gated import HANG_GUARD, cancel_within_one_value, wait_until_it_writes
 
 import holdfast
-from holdfast._writer_process.client import kill_writer_process, stop_writer_process
+from holdfast._writer_process.client import start_writer_process, stop_writer_process
 from holdfast.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from holdfast.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, SaveFuture, async_save
 
@@ -111,7 +113,9 @@ def test_a_killed_writer_process_fails_its_save_and_the_next_one_has_another(tmp
     holdfast.save(state(1), checkpoint_id=tmp_path / "c")
     future = saving(state(2), storage_writer=Waiting(tmp_path / "c"))
     wait_until_it_writes(tmp_path / "c", future)
-    kill_writer_process()
+    pid = start_writer_process()
+    assert pid
+    os.kill(pid, signal.SIGKILL)
     with pytest.raises(holdfast.CheckpointError, match="SIGKILL"):
         future.result(HANG_GUARD)
     assert loaded(tmp_path / "c") == 1.0

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing_extensions import Buffer
 
 from holdfast._io.blocks import BlockSums
-from holdfast._io.store import ByteStore, FileReader, FileWriter, check_name
+from holdfast._io.file_access import FileReader, FileWriter
+from holdfast._io.store import ByteStore, check_name
 from holdfast._io.streams import byte_view
 from holdfast.errors import CheckpointNotFoundError, StorageError, UnsafeMetadataError
 

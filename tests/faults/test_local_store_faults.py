@@ -76,10 +76,8 @@ def test_errors_that_are_kept_do_not_hurt_later_writes(store: LocalStore) -> Non
 
 def test_a_limit_that_the_last_bytes_meet_is_not_lost(store: LocalStore) -> None:
     for limit in (16 * MIB, 16 * MIB + 4096, 16 * MIB + 4096 + 10):
-        file = store.create("f")
-        file.write(bytes(16 * MIB + 4096 + 11))
-        with file_size_limit(limit), pytest.raises(OSError) as caught:
-            file.finish()
+        with file_size_limit(limit), pytest.raises(OSError) as caught, store.create("f") as file:
+            file.write(bytes(16 * MIB + 4096 + 11))
         assert caught.value.errno == errno.EFBIG
         assert store.list() == {}
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from holdfast._io.blocks import BLOCK_SIZE, crc32
+from holdfast._io.file_access import FileReader
 from holdfast._io.local import LocalStore
-from holdfast._io.store import FileReader
 from holdfast._ranks.broadcast import Broadcast
 from holdfast._storage.broadcast_source import BroadcastSource
 from holdfast.errors import ChecksumError, StorageError

@@ -10,6 +10,8 @@ import select
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from multiprocessing import spawn
@@ -41,7 +43,6 @@ from holdfast._engine.adapt import adapt_save_planner, adapt_writer
 from holdfast._staging.stage import Staging
 from holdfast._staging.staged import StagedState
 from holdfast._writer_process.client import (
-    kill_writer_process,
     ready_writer_process,
     start_writer_process,
     stop_writer_process,
@@ -359,14 +360,28 @@ def test_a_forked_child_leaves_the_writer_process_alone(tmp_path: Path) -> None:
     assert _pid() == pid
 
 
-def test_the_end_of_a_writer_process_is_noticed_though_a_child_was_forked_while_it_started() -> None:
+def test_the_end_of_a_writer_process_is_noticed_though_a_child_was_forked_while_it_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stop_writer_process()
+    is_starting, open_pipe = threading.Event(), os.pipe
+
+    def slow_pipe() -> tuple[int, int]:
+        made = open_pipe()
+        is_starting.set()
+        time.sleep(0.1)  # the process is about to be started, and its pipe is open
+        return made
+
+    monkeypatch.setattr(os, "pipe", slow_pipe)
     start_writer_process(wait=False)
+    is_starting.wait()
     child = os.fork()
     if child == 0:
-        signal.pause()
+        time.sleep(30)
+        os._exit(0)
     try:
         process = ready_writer_process()
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)  # nobody has waited for it
         process.kill()
         process._thread.join(20)
         assert process.has_ended
@@ -418,7 +433,7 @@ def test_a_stopped_writer_process_is_waited_for_and_can_be_killed() -> None:
     os.kill(pid, signal.SIGSTOP)
     save = Background({"a": torch.ones(3)}, ToldWriter("never"), DefaultSavePlanner())
     save.writer.cancel()
-    kill_writer_process()
+    os.kill(pid, signal.SIGKILL)
     save.join()
     assert isinstance(save.error, CancelledError)
 

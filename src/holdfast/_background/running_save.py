@@ -5,13 +5,14 @@ import os
 import threading
 import weakref
 from collections.abc import Hashable
-from typing import Any, Protocol
+from typing import Any
 
 from holdfast._engine.adapt import place_of
 from holdfast._engine.save import SaveCancellation
 from holdfast._io.places import local_path
 from holdfast._io.progress import Progress, ProgressTracker
-from holdfast.errors import CheckpointError, CheckpointException, UsageError
+from holdfast._writer_process.process_writer import ProcessWriter
+from holdfast.errors import CheckpointError, CheckpointException
 
 
 class SaveCancelledError(CheckpointError):
@@ -50,21 +51,9 @@ def exclusive_keys(
     keys: set[Hashable] = {IdentityKey(plugin) for plugin in (storage, planner) if plugin is not None}
     if isinstance(place, str | os.PathLike):
         place = os.fspath(place)
-        try:
-            keys.add(("place", os.path.realpath(local_path(place))))
-        except UsageError:
-            keys.add(("place", place.rstrip("/")))
+        folder = local_path(place)
+        keys.add(("place", place.rstrip("/") if folder is None else os.path.realpath(folder)))
     return (f"a {type(storage).__name__}" if place is None else str(place)), frozenset(keys)
-
-
-class WriterElsewhere(Protocol):
-    """A write that another process does."""
-
-    def progress(self) -> tuple[int, int]:
-        """The bytes written, and the bytes in all."""
-
-    def cancel(self) -> None:
-        """Make it stop."""
 
 
 class RunningSave(SaveCancellation):
@@ -106,7 +95,7 @@ class RunningSave(SaveCancellation):
         self._lock = threading.Lock()
         self._is_cancelled = False
         self._is_closed = False
-        self._elsewhere: WriterElsewhere | None = None
+        self._elsewhere: ProcessWriter | None = None
 
     @property
     def is_unseen_failure(self) -> bool:
@@ -148,7 +137,7 @@ class RunningSave(SaveCancellation):
             self.check()
             self._is_closed = True
 
-    def writes_elsewhere(self, writer: WriterElsewhere) -> None:
+    def writes_elsewhere(self, writer: ProcessWriter) -> None:
         """Another process will write: ask it for progress, and tell it when the save is cancelled."""
         with self._lock:
             self._elsewhere = writer

@@ -205,5 +205,4 @@ def _told_again(unseen: _Unseen, rank: int) -> CheckpointException:
 running_saves = RunningSaves()
 """Those of this process."""
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=running_saves.forget)
+os.register_at_fork(after_in_child=running_saves.forget)

@@ -35,6 +35,10 @@ class _Watched(Future[T]):
             self._looked_at()
         return error
 
+    def running(self) -> bool:
+        """Whether there is no outcome yet."""
+        return not Future.done(self)
+
     def complete(self, value: T) -> None:
         """Finish with a value."""
         self.set_result(value)
@@ -64,10 +68,6 @@ class StagedFuture(_Watched[None]):
     def cancel(self) -> bool:
         """False: only the save as a whole can be."""
         return False
-
-    def running(self) -> bool:
-        """Whether there is no outcome yet."""
-        return not self.done()
 
 
 class SaveFuture(_Watched[Metadata | None]):
@@ -101,10 +101,6 @@ class SaveFuture(_Watched[Metadata | None]):
             all that the save wrote is removed, and the futures of other ranks are cancelled too.
         """
         return not self.done() and self._running.cancel()
-
-    def running(self) -> bool:
-        """Whether there is no outcome yet."""
-        return not super().done()
 
     def done(self) -> bool:
         """Whether there is an outcome."""

@@ -114,10 +114,11 @@ class _LastFlush:
         self._stream = stream
 
     def flush(self) -> None:
-        """Fail when the interpreter itself asks, which has no frame; flush for everybody else."""
+        """Fail when the interpreter itself asks, once it is being taken down; flush for everybody else."""
         if self._stream is not None:
             self._stream.flush()
-        sys._getframe(1)  # noqa: SLF001 - ValueError without a caller
+        if sys.is_finalizing():
+            raise ValueError("a save in the background has failed")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -1,12 +1,12 @@
 """What a checkpoint holds, as columns: keys, their kinds and properties, shapes, and the boxes of chunks.
 
 A checkpoint may have millions of chunks. So there is no object for a chunk: each property is one column, a
-run of little-endian integers, and a row is made when somebody asks for it.
+run of little-endian integers, and a row is made when somebody asks for it. As for the elements of tensors,
+the order of the machine is taken to be that order.
 """
 
 import itertools
 import math
-import sys
 from array import array
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from operator import add, gt, mul
@@ -124,21 +124,13 @@ def _spread(values: list[int], kinds: bytes) -> list[int]:
 
 
 def ints(column: bytes, typecode: Literal["q", "I", "B"]) -> "memoryview[int]":
-    """A column as a sequence of integers, without copying it where the machine's order is ours."""
-    if sys.byteorder == "big":
-        swapped = array(typecode, column)
-        swapped.byteswap()
-        return memoryview(swapped)
+    """A column as a sequence of integers, without copying it."""
     return memoryview(column).cast("B").cast(typecode)
 
 
 def column(values: Iterable[int], typecode: str) -> bytes:
     """Integers as a column."""
-    packed = values if isinstance(values, array) and values.typecode == typecode else array(typecode, values)
-    if sys.byteorder == "big":
-        packed = array(typecode, packed)
-        packed.byteswap()
-    return packed.tobytes()
+    return array(typecode, values).tobytes()
 
 
 def numbered(values: Iterable[H]) -> tuple[list[H], list[int]]:

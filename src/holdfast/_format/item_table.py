@@ -7,7 +7,7 @@ one line there. The writer of items fills its column, or else every item has the
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 
 class Column(NamedTuple):
@@ -86,9 +86,9 @@ class StorageInfo:
 _FIELDS_OF_TORCH = [field.name for field in dataclasses.fields(StorageInfo)[:4]]
 
 COLUMNS: dict[str, Column] = {
-    field.name: field.type.__metadata__[0]
+    field.name: get_args(field.type)[1]
     for field in dataclasses.fields(StorageInfo)
-    if hasattr(field.type, "__metadata__")
+    if get_origin(field.type) is Annotated
 }
 """The column of each field of :class:`StorageInfo`, in its order."""
 

@@ -21,9 +21,7 @@ def encode_paths(keys: list[str], paths: dict[str, Any]) -> list[Any]:
 
 
 def _encode_step(step: Any) -> Any:
-    if not isinstance(step, TypedKey):
-        return step
-    return _encode_key(step.value)
+    return _encode_key(step.value) if isinstance(step, TypedKey) else step
 
 
 def _encode_key(key: Any) -> list[Any]:

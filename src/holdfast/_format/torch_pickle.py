@@ -82,7 +82,8 @@ def read_plain_pickle(data: bytes | memoryview, *, path: str) -> Any:
 def _read(data: bytes | memoryview, path: str, check: Callable[["_Checker", Any], _T]) -> _T:
     try:
         machine = Machine(bytes(data), path, ALLOWED)
-        machine.rows = rows = Rows(machine.data, machine.stack, machine.marks, machine.memo)
+        rows = Rows(machine.data, machine.stack, machine.marks, machine.memo)
+        machine.read_rows = rows.read
         return check(_Checker(path, len(data), rows.checked_sizes), machine.run())
     except IntegrityError:
         raise

@@ -1,6 +1,5 @@
 """The opcodes of single values in a metadata pickle. A value is written once; later uses refer to it."""
 
-import itertools
 import struct
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -91,16 +90,6 @@ class Emitter:
             return b"\x8c%c%b\x94" % (len(raw), raw)
         return PACK_COUNT(b"X", len(raw)) + raw + b"\x94"
 
-    def new_texts(self, values: list[str]) -> list[bytes]:
-        """The same as ``new_text``, for many texts at once."""
-        raw = [value.encode("utf-8", "surrogatepass") for value in values]
-        if max(map(len, raw)) >= 256 or self._count < 256:
-            return [self.new_text(value) for value in values]
-        first, self._count = self._count, self._count + len(values)
-        references = map(PACK_COUNT, itertools.repeat(b"j"), range(first, self._count))
-        self.texts.update(zip(values, references, strict=True))
-        return [b"\x8c%c%b\x94" % (len(text), text) for text in raw]
-
     def size(self, dims: Ints) -> bytes:
         """The opcodes of a ``torch.Size``."""
         known = self.sizes.get(dims)
@@ -120,20 +109,15 @@ class Emitter:
                     f"torch, a layout ({', '.join(LAYOUTS)}), and a format ({', '.join(_FORMAT_NUMBERS)}).",
                     found=tuple(value),
                 )
-            known = b"".join(
-                (
-                    *(self.names["TensorProperties"], b")\x81(ctorch\n%b\n" % dtype.encode()),
-                    *(self.names["_get_layout"], self.text(f"torch.{layout}"), b"\x85R"),
-                    b"\x88" if requires_grad else b"\x89",
-                    *(
-                        self.names["_MEM_FORMAT_ENCODING"],
-                        encode_int(_FORMAT_NUMBERS[memory_format]),
-                        b"\x85R",
-                    ),
-                    b"\x88" if pin_memory else b"\x89",
-                    b"tb\x94",
-                )
+            names, number = self.names, encode_int(_FORMAT_NUMBERS[memory_format])
+            parts = (
+                *(names["TensorProperties"], b")\x81(ctorch\n%b\n" % dtype.encode()),
+                *(names["_get_layout"], self.text(f"torch.{layout}"), b"\x85R"),
+                self._scalar(requires_grad),
+                *(names["_MEM_FORMAT_ENCODING"], number, b"\x85R"),
+                self._scalar(pin_memory),
             )
+            known = b"".join((*parts, b"tb\x94"))
             self._properties[value] = self._next_reference()
         return known
 

@@ -13,7 +13,8 @@ import pickle
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 from holdfast._format.torch_pickle_names import (
     Built,
@@ -47,50 +48,36 @@ DAMAGE = (
 """What running a damaged pickle can raise by chance: an empty stack, no such memo entry, bad UTF-8."""
 
 
-class RowReader(Protocol):
-    """Reads many opcodes at once, in place of the machine."""
-
-    def read(self, record: Record, pos: int) -> int:
-        """Read from ``pos``, where ``record`` is referred to; return the position after it, or 0 for no."""
-
-
+@dataclass(slots=True, eq=False)
 class Machine:
     """Runs one pickle.
 
-    Args:
+    Attributes:
         data: The pickle; what follows its end is ignored.
         path: The file's name, for messages.
         allowed: The stand-in of each module and name that the pickle may ask for.
         persistent: Gives the value of a persistent id; without it there may be none.
+        read_rows: Reads many opcodes at once, in place of the machine, from a position where a record is
+            referred to; gives the position after them, or 0 for no.
     """
 
-    __slots__ = ("allowed", "copied", "data", "marks", "memo", "path", "persistent", "pos", "rows", "stack")
-
-    def __init__(
-        self,
-        data: bytes,
-        path: str,
-        allowed: Mapping[tuple[str, str], Record | Call | Symbol],
-        *,
-        persistent: Callable[[Any], Any] | None = None,
-    ) -> None:
-        self.data = data
-        self.path = path
-        self.allowed = allowed
-        self.persistent = persistent
-        self.pos = 0
-        self.stack: list[Any] = []
-        self.marks: list[int] = []
-        self.memo: list[Any] = []
-        self.copied = 0
-        self.rows: RowReader | None = None
+    data: bytes
+    path: str
+    allowed: Mapping[tuple[str, str], Record | Call | Symbol]
+    persistent: Callable[[Any], Any] | None = None
+    read_rows: Callable[[Record, int], int] | None = None
+    pos: int = 0
+    stack: list[Any] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)
+    memo: list[Any] = field(default_factory=list)
+    copied: int = 0
 
     def run(self) -> Any:
         """Give the object that the pickle describes.
 
         It is made of None, bool, int, float, str, bytes, bytearray, list, tuple, dict, OrderedDict, set,
-        frozenset, the stand-ins, what these make when called, and what ``persistent`` and ``rows`` give. It
-        may contain itself.
+        frozenset, the stand-ins, what these make when called, and what ``persistent`` and ``read_rows`` give.
+        It may contain itself.
 
         Raises:
             UnsafeMetadataError: The pickle asks for something that is not allowed. Nothing of it was run.
@@ -98,7 +85,8 @@ class Machine:
             MetadataFormatError: The pickle is damaged or uses opcodes that no torch writes.
             ArithmeticError, LookupError, TypeError, ValueError, MemoryError: The same, met by chance.
         """
-        data, stack, memo, rows, pos, end = self.data, self.stack, self.memo, self.rows, 0, len(self.data)
+        data, stack, memo, pos, end = self.data, self.stack, self.memo, 0, len(self.data)
+        read_rows = self.read_rows
         while pos < end:
             opcode = data[pos]
             pos += 1
@@ -108,7 +96,7 @@ class Machine:
                 start, pos = pos, pos + _GET_WIDTH[opcode]
                 value = memo[int.from_bytes(data[start:pos], "little")]
                 # Instances start with their class: here a row may begin.
-                after = rows.read(value, start - 1) if rows and type(value) is Record else 0
+                after = read_rows(value, start - 1) if read_rows and type(value) is Record else 0
                 if after:
                     pos = after
                 else:
@@ -304,19 +292,6 @@ def _push(make: Callable[[Machine], object]) -> Callable[[Machine], None]:
     return lambda machine: machine.stack.append(make(machine))
 
 
-def _short_text(machine: Machine) -> None:
-    # Half of all opcodes outside of rows: worth a shorter way than _text(1).
-    data, pos = machine.data, machine.pos
-    after = pos + 1 + data[pos]
-    if after > len(data):
-        machine.take(after - pos)
-    machine.stack.append(data[pos + 1 : after].decode("utf-8", "surrogatepass"))
-    if data[after : after + 1] == pickle.MEMOIZE:
-        machine.memo.append(machine.stack[-1])
-        after += 1
-    machine.pos = after
-
-
 def _text(width: int) -> Callable[[Machine], None]:
     return _push(lambda machine: machine.take(machine.number(width)).decode("utf-8", "surrogatepass"))
 
@@ -340,7 +315,7 @@ for _opcode, _handler in {
     pickle.LONG1: _signed(1),
     pickle.LONG4: _signed(4),
     pickle.BINFLOAT: _push(lambda machine: _FLOAT.unpack(machine.take(8))[0]),
-    pickle.SHORT_BINUNICODE: _short_text,
+    pickle.SHORT_BINUNICODE: _text(1),
     pickle.BINUNICODE: _text(4),
     pickle.BINUNICODE8: _text(8),
     pickle.SHORT_BINBYTES: _counted(1, bytes),

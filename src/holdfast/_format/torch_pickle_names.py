@@ -9,6 +9,7 @@ import ntpath
 import posixpath
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast._format.dtypes import DTYPES
@@ -35,6 +36,7 @@ MEMORY_FORMATS = {
 }
 
 
+@dataclass(slots=True, eq=False)
 class Record:
     """Stands for one of torch's metadata classes.
 
@@ -42,14 +44,12 @@ class Record:
     the writer beside this module does. ``state_type`` is the type of that state.
     """
 
-    __slots__ = ("name", "parameters", "state_type")
-
-    def __init__(self, name: str, parameters: tuple[str, ...] = (), state_type: type = dict) -> None:
-        self.name = name
-        self.parameters = parameters
-        self.state_type = state_type
+    name: str
+    parameters: tuple[str, ...] = ()
+    state_type: type = dict
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """Stands for something that a pickle may call.
 
@@ -57,22 +57,17 @@ class Call:
     makes is no larger than its arguments, and ``copies`` says whether it is as large.
     """
 
-    __slots__ = ("copies", "make", "name")
-
-    def __init__(self, name: str, make: Callable[..., Any], *, copies: bool = False) -> None:
-        self.name = name
-        self.make = make
-        self.copies = copies
+    name: str
+    make: Callable[..., Any]
+    copies: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class Built:
     """An instance of a record's class: ``state`` is None until the pickle gives it, once."""
 
-    __slots__ = ("record", "state")
-
-    def __init__(self, record: Record) -> None:
-        self.record = record
-        self.state: Any = None
+    record: Record
+    state: Any = None
 
 
 class IndexKey(tuple[str, tuple[int, ...]]):
@@ -81,14 +76,12 @@ class IndexKey(tuple[str, tuple[int, ...]]):
     __slots__ = ()
 
 
+@dataclass(slots=True, eq=False)
 class Symbol:
     """Stands for a constant of torch, such as the dtype ``float32``."""
 
-    __slots__ = ("kind", "name")
-
-    def __init__(self, kind: str, name: str) -> None:
-        self.kind = kind
-        self.name = name
+    kind: str
+    name: str
 
 
 def make_size(dims: object) -> tuple[int, ...]:

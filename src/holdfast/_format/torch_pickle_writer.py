@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from holdfast._format.description import OBJECT, Directory, column, ints
+from holdfast._format.description import Directory, column, ints
 from holdfast._format.manifest import Manifest
 from holdfast._format.pickle_opcodes import Table, reference_number
 from holdfast._format.torch_pickle_emitter import Emitter, size_opcodes
@@ -53,13 +53,9 @@ def write_torch_metadata(
     parts = [
         b"\x80\x04" + emit.prologue() + name["Metadata"] + b")\x81}(" + text("state_dict_metadata") + b"}"
     ]
-    # What most states with many keys are: then rows differ in few places, and are joined by loops in C.
-    is_simple = bool(manifest.keys) and not any(directory.kinds) and manifest.all_are_whole()
-    entry_rows = _rows_of_whole_tensors if is_simple else _rows_of_entries
-    parts += _batched(entry_rows(emit, manifest, directory))
+    parts += _batched(_rows_of_entries(emit, manifest, directory))
     parts.append(text("storage_data") + b"}")
-    rows = _StorageRows(emit, manifest, directory)
-    parts += _batched(rows.of_whole_tensors() if is_simple and not rows.has_transforms else rows.of_all())
+    parts += _batched(_StorageRows(emit, manifest, directory).of_all())
     parts.append(text("planner_data"))
     if isinstance(planner_data, dict) and not isinstance(planner_data, OrderedDict):
         parts.append(b"}")
@@ -85,21 +81,6 @@ def _batched(rows: Iterator[bytes]) -> Iterator[bytes]:
         yield body
 
 
-def _rows_of_whole_tensors(emit: Emitter, manifest: Manifest, directory: Directory) -> Iterator[bytes]:
-    """Each key with its metadata, where every key is a tensor in one chunk: rows differ in name and form."""
-    every, shape_at = manifest.tensor_shapes, [8 * at for at in directory.shape_at]
-    shapes = map(every.__getitem__, map(slice, shape_at, shape_at[1:]))
-    forms = list(zip(directory.properties, shapes, strict=True))
-    numbers = {form: number for number, form in enumerate(forms)}
-    # What the rows refer to is defined before the first of them, and leaves nothing on the stack.
-    defined = [_one_chunk(emit, manifest, directory, number) + b"0" for number in numbers.values()]
-    known = {form: _one_chunk(emit, manifest, directory, number) for form, number in numbers.items()}
-    names = emit.new_texts(manifest.keys)
-    rows = map(bytes.__add__, names, map(known.__getitem__, forms))
-    yield b"".join(defined) + next(rows)
-    yield from rows
-
-
 def _rows_of_entries(emit: Emitter, manifest: Manifest, directory: Directory) -> Iterator[bytes]:
     """Each key with its metadata."""
     an_object = emit.names["BytesStorageMetadata"] + b")\x81"
@@ -109,16 +90,13 @@ def _rows_of_entries(emit: Emitter, manifest: Manifest, directory: Directory) ->
     seen: dict[Any, bytes] = {}
     for number, key in enumerate(manifest.keys):
         name = new_text(key)
-        if kinds[number] == OBJECT:
-            yield name + an_object
-            continue
         if counts[number] != 1:
-            yield name + _many_chunks(emit, manifest, directory, number)
+            yield name + (an_object if kinds[number] else _many_chunks(emit, manifest, directory, number))
             continue
-        shape, box = slice(8 * shape_at[number], 8 * shape_at[number + 1]), box_at[number]
-        place = slice(8 * box, 8 * box_at[number + 1])
+        shape, end = 8 * shape_at[number], 8 * shape_at[number + 1]
+        box, box_end = 8 * box_at[number], 8 * box_at[number + 1]
         # Equal tensors differ in their names only.
-        what = (properties[number], shapes[shape], offsets[place], lengths[place])
+        what = (properties[number], shapes[shape:end], offsets[box:box_end], lengths[box:box_end])
         known = seen.get(what)
         if known is None:
             yield name + _one_chunk(emit, manifest, directory, number)
@@ -184,61 +162,44 @@ class _StorageRows:
         self.stacks = manifest.transforms
         self.files = manifest.file_names
         self.has_transforms = any(manifest.transforms)
-        self._middles: dict[tuple[int, ...], bytes] = {}
+        self._middles: dict[bytes, bytes] = {}
         wide = max(*self.start, *self.nbytes, 0) >= _NARROW if self.start else False
         self.place = struct.Struct("<2sq2sq" if wide else "<cici").pack
         self.int_opcode = b"\x8a\x08" if wide else b"J"
 
     def of_all(self) -> Iterator[bytes]:
         """The rows of all items."""
-        for number, key in enumerate(self.manifest.keys):
-            yield (
-                self.of_chunks(key, number) if self.directory.count[number] > 1 else self.of_one(key, number)
+        directory, offsets, middles = self.directory, self.manifest.chunk_offsets, self._middles
+        kinds, counts, box_at, head = directory.kinds, directory.count, directory.box_at, self.head
+        texts, paths, text = self.emit.texts, self.files, self.emit.text
+        file, start, nbytes, place, opcode = self.file, self.start, self.nbytes, self.place, self.int_opcode
+        # Without an offset the field is missing: torch does not set it either.
+        of_object = self.number_field + b"Nub" + self.info_class
+        for number, (key, row) in enumerate(zip(self.manifest.keys, directory.row, strict=False)):
+            if kinds[number]:
+                middle = of_object
+            elif counts[number] == 1:
+                at = offsets[8 * box_at[number] : 8 * box_at[number + 1]]
+                middle = middles.get(at) or self._middle(at)
+            else:
+                if counts[number]:
+                    yield self.of_chunks(key, number)
+                continue
+            if self.has_transforms and self.stacks[self.transforms[row]]:
+                yield head + texts[key] + middle + self._transformed(row)
+                continue
+            path = paths[file[row]]
+            where = texts.get(path) or text(path)
+            yield b"".join(
+                (head, texts[key], middle, where, place(opcode, start[row], opcode, nbytes[row]), b"\x87R")
             )
 
-    def of_whole_tensors(self) -> Iterator[bytes]:
-        """The same where every key is a tensor in one chunk, and nothing is transformed."""
-        emit, manifest = self.emit, self.manifest
-        ndims = sorted(set(manifest.tensor_ndims))
-        defined = [emit.text(path) + b"0" for path in self.files if path not in emit.texts]
-        defined += [emit.size((0,) * n) + b"0" for n in ndims if (0,) * n not in emit.sizes]
-        middles = {n: self._middle((0,) * n) for n in ndims}
-        names = map(emit.texts.__getitem__, manifest.keys)
-        paths = map([emit.texts[path] for path in self.files].__getitem__, self.file)
-        opcode = itertools.repeat(self.int_opcode)
-        places = map(self.place, opcode, self.start, opcode, self.nbytes)
-        shapes = map(middles.__getitem__, manifest.tensor_ndims)
-        parts = zip(itertools.repeat(self.head), names, shapes, paths, places, itertools.repeat(b"\x87R"))
-        # The definitions go first, and push and pop without leaving anything behind.
-        yield b"".join((*defined, *next(parts)))
-        yield from map(b"".join, parts)
-
-    def of_one(self, key: str, number: int) -> bytes:
-        """The row of an object, or of a tensor's only chunk."""
-        emit, directory = self.emit, self.directory
-        row = directory.row[number]
-        if directory.kinds[number] == OBJECT:
-            # Without an offset the field is missing: torch does not set it either.
-            middle = self.number_field + b"Nub" + self.info_class
-        elif directory.count[number] == 0:
-            return b""
-        else:
-            at = tuple(directory.offsets[directory.box_at[number] : directory.box_at[number + 1]])
-            known = self._middles.get(at)
-            middle = self._middle(at) if known is None else known
-        if self.has_transforms and self.stacks[self.transforms[row]]:
-            return self.head + emit.texts[key] + middle + self._transformed(row)
-        path = self.files[self.file[row]]
-        place = self.place(self.int_opcode, self.start[row], self.int_opcode, self.nbytes[row])
-        return b"".join(
-            (self.head, emit.texts[key], middle, emit.texts.get(path) or emit.text(path), place, b"\x87R")
-        )
-
-    def _middle(self, at: tuple[int, ...]) -> bytes:
+    def _middle(self, at: bytes) -> bytes:
         """The opcodes between key and place. The first result defines the size that later ones refer to."""
+        dims = tuple(ints(at, "q"))
 
         def made() -> bytes:
-            size = self.emit.size(at)
+            size = self.emit.size(dims)
             return self.number_field + b"K\0" + self.offset_field + size + b"ub" + self.info_class
 
         first = made()

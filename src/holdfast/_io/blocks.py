@@ -12,19 +12,6 @@ from functools import lru_cache
 
 from holdfast.errors import ChecksumError, MetadataFormatError, UsageError
 
-__all__ = [
-    "BLOCK_SIZE",
-    "STEP",
-    "BlockChecker",
-    "BlockSums",
-    "block_checksums",
-    "block_count",
-    "check_block_table",
-    "combine_blocks",
-    "crc32",
-    "crc32_combine",
-]
-
 BLOCK_SIZE = 1 << 20
 """The usual block. Its size is recorded with a checkpoint, so that it can grow with it."""
 

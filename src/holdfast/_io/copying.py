@@ -2,8 +2,6 @@
 
 import ctypes
 
-__all__ = ["copy_bytes"]
-
 # Finding out where the memory is takes a microsecond, in which 16 KiB are copied.
 _WORTHWHILE = 64 << 10
 

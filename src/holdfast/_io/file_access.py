@@ -10,8 +10,6 @@ from holdfast._io.progress import STRIDE, ProgressTracker
 from holdfast._io.streams import byte_view
 from holdfast.errors import MetadataFormatError, TruncatedFileError, UsageError
 
-__all__ = ["FileReader", "FileWriter"]
-
 
 class FileWriter(ABC):
     """Writes one new file from front to back; one thread at a time.

@@ -32,8 +32,6 @@ from holdfast._io.pool import Worker
 from holdfast._io.store import ByteStore, Claim
 from holdfast.errors import CheckpointError, StorageError
 
-__all__ = ["Lease", "LeaseHolder", "take_lease"]
-
 logger = logging.getLogger(__name__)
 
 RENEWAL_SECONDS = 10.0
@@ -172,7 +170,6 @@ class Lease:
         self._store = store
         self._shared = shared
         self._replaces: set[str] = set()
-        self._claim = claim
         self._owner = os.getpid()
         self._over = threading.Event()
         self._left = threading.Event()

@@ -17,8 +17,6 @@ from holdfast._io.store import ByteStore, Claim, check_name, taken_name
 from holdfast._io.streams import byte_view
 from holdfast.errors import CheckpointNotFoundError, NotAFolderError, StorageError, UnsafeMetadataError
 
-__all__ = ["LocalStore"]
-
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a named pipe that somebody planted would wait for ever.
 _OLD = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK

@@ -8,8 +8,6 @@ import weakref
 
 from holdfast._io.store import Claim
 
-__all__ = ["claim_folder"]
-
 # What a file system that cannot lock a folder answers: NFS wants it open for writing, others know no locks.
 _CANNOT = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 

@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from typing_extensions import Buffer
 
 from holdfast._io.blocks import STEP, BlockChecker, BlockSums
+from holdfast._io.file_access import FileReader
 from holdfast._io.local_buffers import BUFFER_NBYTES, borrow, give_back
 from holdfast._io.local_writer import O_DIRECT, PAGE, naming
-from holdfast._io.store import FileReader
 from holdfast._io.streams import byte_view
-
-__all__ = ["SPAN", "LocalReader"]
 
 SPAN = 32 << 20
 """Bytes for which it is decided at once whether they are in the page cache; a good share for a thread."""

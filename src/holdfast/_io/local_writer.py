@@ -13,12 +13,8 @@ from holdfast._io.blocks import STEP, BlockSums
 from holdfast._io.file_access import FileWriter
 from holdfast._io.ring import BufferRing
 
-__all__ = ["LocalWriter", "flush_to_disk", "naming", "write_fully"]
-
 PAGE = max(mmap.PAGESIZE, 4096)
 """Offsets and sizes past the page cache are multiples of this; no disk in use asks for more."""
-
-_GATHER_BELOW = 64 << 10  # smaller pieces are gathered: thousands of system calls cost more than the copy
 
 O_DIRECT = os.O_DIRECT if sys.platform == "linux" else 0
 
@@ -36,8 +32,8 @@ def naming(path: str) -> Iterator[None]:
 
 def flush_to_disk(fd: int) -> None:
     """Return when the file's bytes are on stable storage. Must not be tried again after it failed."""
-    if hasattr(fcntl, "F_FULLFSYNC"):
-        fcntl.fcntl(fd, fcntl.F_FULLFSYNC)  # macOS: fsync leaves the bytes in the drive's own cache
+    if sys.platform == "darwin":
+        fcntl.fcntl(fd, fcntl.F_FULLFSYNC)  # fsync leaves the bytes in the drive's own cache
     else:
         os.fsync(fd)
 
@@ -86,15 +82,28 @@ class LocalWriter(FileWriter):
         super().__init__(path)
         self._fd = fd
         self._durable = durable
-        self._sink: _Direct | _Plain = _Direct(fd) if direct and set_direct(fd, on=True) else _Plain(fd)
+        self._ring: BufferRing | None = None
+        if direct and set_direct(fd, on=True):
+            self._ring = BufferRing(functools.partial(_write_direct, fd), unit=PAGE)
 
     def _append(self, view: memoryview, sums: BlockSums | None) -> None:
         with naming(self.path):
-            self._sink.append(view, sums)
+            if self._ring is not None:
+                self._ring.append(view, sums)
+                return
+            for at in range(0, len(view), STEP):
+                piece = view[at : at + STEP]
+                if sums is not None:
+                    sums.update(piece)
+                write_fully(self._fd, [piece], self.position + at)
 
     def _complete(self) -> None:
         with naming(self.path):
-            self._sink.finish()
+            if self._ring is not None:
+                tail, offset = self._ring.finish()
+                # The last bytes, no whole page, go through the page cache.
+                set_direct(self._fd, on=False)
+                write_fully(self._fd, [tail], offset)
             if self._durable:
                 flush_to_disk(self._fd)
             fd, self._fd = self._fd, -1
@@ -102,7 +111,8 @@ class LocalWriter(FileWriter):
 
     def _discard(self) -> None:
         try:
-            self._sink.abort()
+            if self._ring is not None:
+                self._ring.abort()
         finally:
             with suppress(OSError):  # a stray file is harmless: no metadata names it; the first error counts
                 # Before the close, so that dirty pages are dropped instead of being written.
@@ -112,51 +122,6 @@ class LocalWriter(FileWriter):
                 OSError
             ):  # closed already; or the file is gone, and nobody misses what is not written
                 os.close(fd)
-
-
-class _Plain:
-    """Through the page cache: large pieces straight from the caller's memory, small ones gathered."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._offset = 0
-        self._gathered = bytearray()
-
-    def append(self, view: memoryview, sums: BlockSums | None) -> None:
-        for at in range(0, len(view), STEP):
-            piece = view[at : at + STEP]
-            if sums is not None:
-                sums.update(piece)
-            if len(piece) < _GATHER_BELOW:
-                self._gathered += piece
-                piece = piece[:0]
-            if len(piece) or len(self._gathered) >= STEP:
-                self._flush(piece)
-
-    def finish(self) -> None:
-        self._flush(memoryview(b""))
-
-    def abort(self) -> None:
-        self._gathered = bytearray()
-
-    def _flush(self, piece: memoryview) -> None:
-        gathered, self._gathered = self._gathered, bytearray()
-        write_fully(self._fd, [gathered, piece], self._offset)
-        self._offset += len(gathered) + len(piece)
-
-
-class _Direct:
-    """Past the page cache: whole buffers from the ring, and the last bytes, no whole page, through it."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._ring = BufferRing(functools.partial(_write_direct, fd), unit=PAGE)
-        self.append, self.abort = self._ring.append, self._ring.abort
-
-    def finish(self) -> None:
-        tail, offset = self._ring.finish()
-        set_direct(self._fd, on=False)
-        write_fully(self._fd, [tail], offset)
 
 
 def _write_direct(fd: int, whole: memoryview, offset: int) -> None:

@@ -2,13 +2,15 @@
 
 import os
 import re
+from collections.abc import Callable
 from urllib.parse import unquote, urlsplit
 
 from holdfast._io.local import LocalStore
 from holdfast._io.store import ByteStore
 from holdfast.errors import UsageError
 
-__all__ = ["local_path", "open_place"]
+STORES: dict[str, Callable[[str], ByteStore]] = {}
+"""What opens the URLs of each scheme; ``file`` is known besides. A new kind of store is one entry here."""
 
 # A path object turns "s3://bucket" into "s3:/bucket". One letter before the colon is a drive.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
@@ -17,32 +19,37 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 def open_place(place: str | os.PathLike[str]) -> ByteStore:
     """The store of a checkpoint's place. The place need not exist.
 
-    A new kind of store is entered here.
-
     Raises:
         UsageError: No store serves such a place.
     """
-    return LocalStore(local_path(place))
+    folder = local_path(place)
+    if folder is not None:
+        return LocalStore(folder)
+    path = os.fspath(place)
+    scheme, _, rest = path.partition(":")
+    if scheme not in STORES:
+        known = "".join(f", {known}:// URLs" for known in STORES)
+        raise UsageError(
+            f"Cannot detect which storage serves {path}: paths of folders{known} and file:// URLs are "
+            "supported. For other places pass a storage that knows them.",
+            path=path,
+            found=scheme,
+        )
+    return STORES[scheme](f"{scheme}://{rest.lstrip('/')}")
 
 
-def local_path(place: str | os.PathLike[str]) -> str:
-    """The folder that a path or a URL of the scheme ``file`` names.
+def local_path(place: str | os.PathLike[str]) -> str | None:
+    """The folder that a path or a URL of the scheme ``file`` names; None for another URL.
 
     Raises:
-        UsageError: It is another URL.
+        UsageError: The URL has a part that no folder has.
     """
     path = os.fspath(place)
-    scheme = _URL.match(path)
-    if scheme is None:
+    if _URL.match(path) is None:
         return path
     url = urlsplit(path)
-    if url.scheme == "file" and url.netloc in {"", "localhost"}:
-        if url.query or url.fragment:
-            raise UsageError(f"{path}: in a file:// URL write %3F for '?' and %23 for '#'", path=path)
-        return unquote(url.path)
-    raise UsageError(
-        f"Cannot detect which storage serves {path}: paths of folders and file:// URLs are supported. For "
-        "other places pass a storage that knows them.",
-        path=path,
-        found=scheme[1],
-    )
+    if url.scheme != "file" or url.netloc not in {"", "localhost"}:
+        return None
+    if url.query or url.fragment:
+        raise UsageError(f"{path}: in a file:// URL write %3F for '?' and %23 for '#'", path=path)
+    return unquote(url.path)

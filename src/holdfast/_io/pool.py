@@ -12,8 +12,6 @@ from typing import Generic, TypeVar
 
 from holdfast.errors import UsageError
 
-__all__ = ["Budget", "Cancellation", "JobCancelledError", "Worker", "run", "wait_for_all"]
-
 T = TypeVar("T")
 
 

@@ -5,8 +5,6 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["STRIDE", "Progress", "ProgressTracker"]
-
 STRIDE = 8 << 20
 """The most bytes that are transferred between two reports."""
 

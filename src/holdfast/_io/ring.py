@@ -9,8 +9,6 @@ from holdfast._io.copying import copy_bytes
 from holdfast._io.local_buffers import BUFFER_NBYTES, borrow, give_back
 from holdfast._io.pool import Worker, wait_for_all
 
-__all__ = ["BufferRing"]
-
 RING = 4
 """Buffers of a ring: one being filled, one being written, two to even out a slow disk."""
 

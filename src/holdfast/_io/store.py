@@ -18,17 +18,6 @@ from typing_extensions import Buffer
 from holdfast._io.file_access import FileReader, FileWriter
 from holdfast.errors import CheckpointError, MetadataFormatError, StorageError, UsageError
 
-__all__ = [
-    "ByteStore",
-    "Claim",
-    "FileReader",
-    "FileSource",
-    "FileWriter",
-    "StoreTraits",
-    "check_name",
-    "taken_name",
-]
-
 
 def check_name(name: str, *, error: type[CheckpointError] = UsageError) -> str:
     """Return ``name`` if it is the plain name of a file inside a folder, else raise ``error``.

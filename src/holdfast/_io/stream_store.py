@@ -17,8 +17,6 @@ from holdfast._io.store import ByteStore, StoreTraits, check_name, taken_name
 from holdfast._io.streams import byte_view
 from holdfast.errors import CheckpointNotFoundError, StorageError, UnsafeMetadataError
 
-__all__ = ["StreamFileSystem", "StreamStore"]
-
 _Path = Any
 
 

@@ -1,7 +1,7 @@
 """Dealings with byte streams of which nothing is known but that they are file objects."""
 
 import errno
-from typing import IO
+from typing import IO, Any
 
 from typing_extensions import Buffer
 
@@ -32,30 +32,21 @@ def write_all(output: IO[bytes], data: bytes | memoryview) -> int:
         BlockingIOError: ``output`` is non-blocking and full; ``characters_written`` tells how far it got.
         OSError: ``output`` takes no more bytes, or claims to have taken more than it was given.
     """
-    done = output.write(data)
-    total = len(data)
-    if done == total:
-        return total
     written = 0
     with memoryview(data) as view:
-        while True:
+        while written < len(view):
+            with view[written:] as rest:
+                done: Any = output.write(rest)
+            left = len(view) - written
             if done is None:
                 # Taking None for success would lose bytes silently where it means "nothing was written".
-                raise BlockingIOError(
-                    errno.EAGAIN,
-                    "the output took no bytes now (write returned None); use a blocking one",
-                    written,
-                )
-            if not 0 < done <= total - written:
-                raise OSError(
-                    errno.EIO,
-                    f"the output reports {done} of {total - written} bytes written; it must make progress",
-                )
+                words = "the output took no bytes now (write returned None); use a blocking one"
+                raise BlockingIOError(errno.EAGAIN, words, written)
+            if not 0 < done <= left:
+                words = f"the output reports {done} of {left} bytes written; it must make progress"
+                raise OSError(errno.EIO, words)
             written += done
-            if written == total:
-                return total
-            with view[written:] as rest:
-                done = output.write(rest)
+    return written
 
 
 def stream_name(stream: IO[bytes]) -> str | None:

@@ -18,8 +18,6 @@ import torch
 
 from holdfast._objects.allowed_numpy import RefusedError, find_numpy, is_numpy
 
-__all__ = ["StandIn", "find_allowed", "is_allowed", "is_stand_in"]
-
 
 class StandIn:
     """Stands for a type that may be named as the default of a defaultdict, and called with care.

@@ -9,16 +9,6 @@ import re
 import sys
 from typing import Any
 
-__all__ = [
-    "ArrayName",
-    "RefusedError",
-    "check_array_state",
-    "check_dtype_state",
-    "find_numpy",
-    "is_numpy",
-    "is_refused_dtype",
-]
-
 _NAMES = {
     *(
         (f"numpy.{core}.multiarray", name)

@@ -33,8 +33,6 @@ from holdfast._objects.rebuild_tensors import (
 from holdfast._objects.torch_archive import pickle_record, read_storages, refuse_compressed
 from holdfast.errors import IntegrityError, UnsafeMetadataError
 
-__all__ = ["decode_object", "is_bytearray", "rehearse"]
-
 _Globals: TypeAlias = Sequence[Callable[..., Any] | type]
 
 # How a pickle of nothing but bytes begins; their length follows.

@@ -3,6 +3,7 @@
 import io
 import logging
 import pickle
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -17,8 +18,6 @@ from holdfast._objects.rebuild_tensors import NeedsTorchError
 from holdfast._objects.torch_archive import pickle_record
 from holdfast.errors import PlanError
 from holdfast.stateful import Stateful
-
-__all__ = ["encode_object"]
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +71,8 @@ class _Pickler(pickle.Pickler):
             )
         if isinstance(obj, torch.memory_format):
             raise TypeError(f"{obj} has no name of its own in a pickle; save str(value)")
-        named = obj if isinstance(obj, type) or callable(obj) else type(obj)
-        module, name = getattr(named, "__module__", ""), getattr(named, "__qualname__", "")
+        named = obj if isinstance(obj, type | FunctionType | BuiltinFunctionType) else type(obj)
+        module, name = str(named.__module__), named.__qualname__
         before, self._before = self._before, obj
         if not is_allowed(module, name) or (is_stand_in(obj) and not _is_named_for(obj, before)):
             self.unusual.add(f"{module}.{name}")
@@ -88,7 +87,11 @@ def _is_named_for(cls: type, before: Any) -> bool:
         isinstance(before, cls)
         # Bytearrays are not seen themselves; numpy's arrays name their class in an argument.
         or cls is bytearray
-        or (cls.__name__ == "ndarray" and getattr(before, "__name__", "") == "_reconstruct")
+        or (
+            cls.__name__ == "ndarray"
+            and isinstance(before, BuiltinFunctionType)
+            and before.__name__ == "_reconstruct"
+        )
     )
 
 

@@ -15,8 +15,6 @@ import torch
 
 from holdfast._io.blocks import BLOCK_SIZE, block_checksums
 
-__all__ = ["fingerprint"]
-
 # Pickle gives up at about the same depth, and 200 levels leave room on the stack of a deep program.
 _DEEPEST = 200
 _MOST_REMEMBERED = 1 << 16
@@ -234,7 +232,8 @@ class _Walk:
 
 
 def _of_global(value: Any, name: str) -> bytes:
-    module = getattr(value, "__module__", None) or type(value).__module__
+    # What is neither class nor function says by __reduce__ that its name leads to it.
+    module = (value if isinstance(value, type | types.FunctionType) else type(value)).__module__
     if "<" in name:
         raise _UnknownError  # a lambda, or made inside of a function: the name does not lead to it
     return _framed(b"g", f"{module}:{name}".encode())

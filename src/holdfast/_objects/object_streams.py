@@ -7,8 +7,6 @@ from typing import Any
 from holdfast._format.torch_item import ItemFrame
 from holdfast._io.blocks import crc32
 
-__all__ = ["LoadedObject", "StoredObject"]
-
 
 class _Unassembled(io.BytesIO):
     """A stream whose content is put together when somebody first reads it.

@@ -14,16 +14,6 @@ import torch
 
 from holdfast._format.dtypes import TYPED_STORAGES
 
-__all__ = [
-    "REBUILT",
-    "STORAGE_DTYPES",
-    "NamedStorage",
-    "NeedsTorchError",
-    "StorageName",
-    "TensorName",
-    "storage_of",
-]
-
 STORAGE_DTYPES: dict[tuple[str, str], torch.dtype | None] = {
     **{("torch", name): getattr(torch, dtype) for dtype, name in TYPED_STORAGES.items()},
     ("torch", "QInt8Storage"): torch.qint8,

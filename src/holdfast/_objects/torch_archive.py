@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 from holdfast.errors import IntegrityError
 
-__all__ = ["pickle_record", "read_storages", "refuse_compressed"]
-
 
 def pickle_record(stream: io.BytesIO) -> bytes | None:
     """The pickle in the container, or None if this is not the container that torch.save makes today."""

@@ -2,8 +2,6 @@
 
 import ctypes
 import functools
-import sys
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,10 +109,7 @@ def column_of(numbers: torch.Tensor, *, small: bool = False) -> bytes:
     """A tensor of integers as a column: of 64 bits each, or of 32 where that is enough."""
     # The lower half of a number of 64 bits is what a column of unsigned 32 bits wants.
     made = numbers.to(torch.int32 if small else torch.int64).contiguous()
-    raw = ctypes.string_at(made.data_ptr(), made.nbytes) if made.numel() else b""
-    return (
-        raw if sys.byteorder == "little" else column(array("I" if small else "q", raw), "I" if small else "q")
-    )
+    return ctypes.string_at(made.data_ptr(), made.nbytes) if made.numel() else b""
 
 
 def boxes_column(sizes: Sequence[Sequence[int]], used: torch.Tensor) -> bytes:
@@ -124,10 +119,7 @@ def boxes_column(sizes: Sequence[Sequence[int]], used: torch.Tensor) -> bytes:
         return b""
     table = torch.tensor([[*size, *[0] * (most - len(size))] for size in sizes])
     ndims = torch.tensor([len(size) for size in sizes])
-    rows = table[used]
-    if int(ndims.min()) == most:
-        return column_of(rows.flatten())
-    return column_of(rows[torch.arange(most) < ndims[used].unsqueeze(1)])
+    return column_of(table[used][torch.arange(most) < ndims[used].unsqueeze(1)])
 
 
 def is_one_whole_chunk(directory: Directory, number: int) -> bool:

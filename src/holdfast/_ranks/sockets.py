@@ -17,9 +17,11 @@ S = TypeVar("S")
 
 _BACKLOG = 4096  # all ranks of a group may connect at once; the kernel has a limit of its own
 
-# No fork comes between the making of a socket and its entry in this set. The lock is re-entrant because a
-# signal handler may fork while its thread holds it.
-_making = threading.RLock()
+no_fork = threading.RLock()
+"""Held while no other thread may fork: between the making of a socket and its entry in the set below, say.
+
+It is re-entrant because a signal handler may fork while its thread holds it.
+"""
 _of_this_process: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
@@ -28,7 +30,7 @@ def closed_in_children(make: Callable[[], S]) -> S:
 
     ``make`` must not block: the process cannot fork meanwhile.
     """
-    with _making:
+    with no_fork:
         made = make()
         _of_this_process.add(made)
     return made
@@ -39,17 +41,17 @@ def _close_all_in_child() -> None:
         with contextlib.suppress(OSError):
             inherited.close()
     _of_this_process.clear()
-    _making.release()
+    no_fork.release()
 
 
 os.register_at_fork(
-    before=_making.acquire, after_in_parent=_making.release, after_in_child=_close_all_in_child
+    before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=_close_all_in_child
 )
 
 
 def open_pair() -> tuple[socket.socket, socket.socket]:
     """Return two sockets that are connected to each other."""
-    with _making:
+    with no_fork:
         pair = socket.socketpair()
         _of_this_process.update(pair)
     return pair

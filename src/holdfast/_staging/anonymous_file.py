@@ -1,9 +1,8 @@
 """Makes files without a name: memory that two processes can map, and that no crash can leave behind."""
 
 import os
+import sys
 import tempfile
-
-__all__ = ["make_anonymous_file"]
 
 
 def make_anonymous_file(purpose: str) -> int:
@@ -16,7 +15,8 @@ def make_anonymous_file(purpose: str) -> int:
         Its descriptor, which child processes do not inherit. The file is gone when the last process that has
         it open or mapped ends.
     """
-    if hasattr(os, "memfd_create"):
+    if sys.platform == "linux":
         return os.memfd_create(f"holdfast-{purpose}", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile(prefix=f"holdfast-{purpose}-") as file:
-        return os.dup(file.fileno())
+    else:
+        with tempfile.TemporaryFile(prefix=f"holdfast-{purpose}-") as file:
+            return os.dup(file.fileno())

@@ -16,8 +16,6 @@ import torch
 from holdfast._geometry import row_major_strides
 from holdfast._staging.staging_copy import Span
 
-__all__ = ["BufferLayout", "Fact", "Place", "fact_of", "lay_out", "place_in"]
-
 Fact: TypeAlias = tuple[int, torch.dtype, torch.Size, tuple[int, ...], bool]
 """Of a tensor: address, dtype, shape, strides, and whether its memory on the host holds its values as they
 are. Equal facts give equal layouts."""

@@ -14,8 +14,6 @@ import torch
 from holdfast._staging.staging_buffer import StagingBuffer
 from holdfast.errors import UsageError
 
-__all__ = ["BufferLease", "BufferPool", "WhenBusy"]
-
 WhenBusy: TypeAlias = Literal["wait", "raise", "another"]
 """What ``stage`` does while an earlier copy is leased: wait for it, raise, or take another buffer."""
 

@@ -13,8 +13,6 @@ from holdfast._staging.staging_copy import copy_spans, default_threads
 from holdfast._staging.state_tensors import StateTensors
 from holdfast._staging.state_tree import copy_around
 
-__all__ = ["Staging"]
-
 
 class Staging:
     """Copies states into buffers that are allocated once, grown when a state needs it, and reused.
@@ -138,8 +136,7 @@ class Staging:
             for number in numbers:
                 source = tensors[number]
                 place_in(base, [layout.places[number]])[0].copy_(source, non_blocking=True)
-                if hasattr(source, "record_stream"):
-                    source.record_stream(self._stream)
+                source.record_stream(self._stream)
             return self._stream.record_event()
 
     def _finish_device_copies(self) -> None:

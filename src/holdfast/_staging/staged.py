@@ -7,8 +7,6 @@ from typing_extensions import Self
 
 from holdfast._staging.buffer_pool import BufferLease
 
-__all__ = ["StagedState"]
-
 
 class StagedState:
     """A copy of a state, and the lease of the buffer that it lies in.

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import sys
 import weakref
 from typing import Any
 
@@ -11,8 +12,6 @@ import torch
 
 from holdfast._staging.anonymous_file import make_anonymous_file
 from holdfast._staging.staging_copy import touch
-
-__all__ = ["StagingBuffer"]
 
 _LARGE_PAGE = 2 << 20
 
@@ -77,7 +76,7 @@ class StagingBuffer:
         if self.fd is not None:
             os.ftruncate(self.fd, capacity)
         made = mmap.mmap(-1 if self.fd is None else self.fd, capacity)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        if sys.platform == "linux":
             # Has an effect where /sys/kernel/mm/transparent_hugepage/shmem_enabled is "advise".
             with contextlib.suppress(OSError):
                 made.madvise(mmap.MADV_HUGEPAGE)

@@ -3,12 +3,11 @@
 import ctypes
 import errno
 import os
+import sys
 from collections.abc import Sequence
 from functools import partial
 
 from holdfast._io import pool
-
-__all__ = ["copy_spans", "default_threads", "differs", "touch"]
 
 _PIECE_NBYTES = 128 << 20
 """The most that one call copies. The C library bypasses the cache only in calls above a threshold of its own:
@@ -32,7 +31,7 @@ Span = tuple[int, int, int]
 
 def default_threads() -> int:
     """The number of cores that this process may use, 8 at most: a few threads saturate the memory."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return min(_MOST_THREADS, cores)
 
 

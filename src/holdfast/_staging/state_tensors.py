@@ -18,8 +18,6 @@ from holdfast._tensors.chunks import is_sharded
 from holdfast._tensors.dtensors import around, local_tensor
 from holdfast.errors import PlanError
 
-__all__ = ["StateTensors"]
-
 
 class StateTensors:
     """The plain tensors of a state.

@@ -11,8 +11,6 @@ from holdfast._tensors.chunks import is_sharded, is_tensor
 from holdfast._tensors.tensor_parts import TensorParts
 from holdfast.errors import PlanError, UsageError
 
-__all__ = ["Memo", "copy_around", "find_tensors", "key_of", "leaves_of"]
-
 Memo: TypeAlias = dict[int, Any]
 """Maps the identity of an original to its copy, as the memo of ``copy.deepcopy`` does."""
 

@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from typing_extensions import Buffer
 
 from holdfast._io.blocks import BlockChecker, crc32
-from holdfast._io.store import FileReader, FileSource
+from holdfast._io.file_access import FileReader
+from holdfast._io.store import FileSource
 from holdfast._io.streams import byte_view
 from holdfast._ranks.broadcast import Broadcast
 from holdfast.errors import ChecksumError, StorageError
-
-__all__ = ["BroadcastSource"]
 
 _HEADER = struct.Struct("<32sI")
 """What the bytes are, as a digest of file, offset and length; then their CRC-32, or 0."""

@@ -26,16 +26,6 @@ from holdfast._storage.metadata_reading import load_metadata
 from holdfast._storage.reading import LARGEST_METADATA
 from holdfast.errors import CheckpointError, CheckpointNotFoundError
 
-__all__ = [
-    "delete_quietly",
-    "discard_files",
-    "files_of_save",
-    "files_to_replace",
-    "known_by",
-    "remove_dead",
-    "remove_replaced",
-]
-
 logger = logging.getLogger(__name__)
 _MOST_NAMED = 8
 

@@ -11,8 +11,6 @@ from holdfast._storage.reading import read_metadata_file
 from holdfast.errors import CheckpointNotFoundError
 from holdfast.metadata import Metadata, StorageMeta
 
-__all__ = ["CommittedMetadata"]
-
 
 @dataclass(frozen=True)
 class CommittedMetadata:

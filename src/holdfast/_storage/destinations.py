@@ -8,10 +8,8 @@ from holdfast._tensors.host import is_plain_memory, memory_of
 from holdfast.errors import InvalidPlanError
 from holdfast.planner import LoadPlanner, ReadItem
 
-__all__ = ["Destination", "PlannerCalls"]
-
 # Some versions of torch have this dtype, but no copy of it.
-_FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
+_FLOAT4 = vars(torch).get("float4_e2m1fn_x2")
 
 
 class PlannerCalls:

@@ -10,8 +10,6 @@ from holdfast._format.item_table import StorageInfo
 from holdfast._format.manifest import Manifest, StoredItems
 from holdfast.metadata import Metadata, MetadataIndex
 
-__all__ = ["ItemPlaces", "StorageData", "places_of"]
-
 
 class ItemPlaces(StoredItems):
     """The items of a checkpoint, found by the names that plans give them.

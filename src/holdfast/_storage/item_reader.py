@@ -18,8 +18,6 @@ from holdfast._storage.open_files import SharedFile
 from holdfast.errors import CheckpointError, ChecksumError, IntegrityError
 from holdfast.extension import ExtensionRegistry
 
-__all__ = ["Chunk", "ItemReader", "ReadContext", "naming"]
-
 
 @dataclass(frozen=True)
 class ReadContext:
@@ -112,6 +110,7 @@ class _Stream(io.RawIOBase):
     def __init__(self, reader: ItemReader) -> None:
         super().__init__()
         self.reader = reader
+        self.name = reader.file.path  # for the errors of transforms
         self.at = 0
 
     def readable(self) -> bool:

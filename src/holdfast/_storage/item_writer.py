@@ -5,6 +5,7 @@ import io
 import itertools
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from holdfast._format.description import column
 from holdfast._format.torch_item import SMALL_ALIGNMENT, ItemFrame
 from holdfast._io.blocks import BLOCK_SIZE, BlockSums, block_checksums, combine_blocks, crc32
-from holdfast._io.store import FileWriter
+from holdfast._io.file_access import FileWriter
 from holdfast._io.streams import byte_view, write_all
 from holdfast._objects import StoredObject
 from holdfast._plan.write_columns import WriteColumns
@@ -22,42 +23,33 @@ from holdfast._tensors.host import copy_of, host_pieces
 from holdfast.errors import IncompleteWriteError
 from holdfast.extension import StreamTransformExtension
 
-__all__ = ["PACK", "ItemWriter"]
-
 # Memory of this size is reused from one pack to the next. Packs of megabytes are given back to the system
 # each time, and their pages cost more than all else that is done for a tensor of 4 KiB.
 PACK = 256 * 1024
 
 
+@dataclass(eq=False)
 class ItemWriter:
     """Writes items one after the other into one new file, and notes where each of them lies.
 
-    Args:
+    Attributes:
         file: Where to.
         file_number: Its number among the files of this rank.
         lines: The plan that the items are lines of.
         transforms: What each item's container goes through; the first one stands next to the file.
         copy_at_once: How many bytes of a tensor are copied at a time, if it must be copied.
+        items: Where the items lie that were written so far.
     """
 
-    def __init__(
-        self,
-        file: FileWriter,
-        file_number: int,
-        lines: WriteColumns,
-        transforms: Sequence[StreamTransformExtension] = (),
-        *,
-        copy_at_once: int,
-    ) -> None:
-        self.file = file
-        self.lines = lines
-        self.transforms = transforms
-        self.copy_at_once = copy_at_once
-        self.file_number = file_number
-        self.items = WrittenItems()
-        self._packed: list[Any] = []
-        self._packed_nbytes = 0
-        self._templates: dict[int, ItemTemplate] = {}
+    file: FileWriter
+    file_number: int
+    lines: WriteColumns
+    transforms: Sequence[StreamTransformExtension]
+    copy_at_once: int
+    items: WrittenItems = field(default_factory=WrittenItems)
+    _packed: list[Any] = field(default_factory=list)
+    _packed_nbytes: int = 0
+    _templates: dict[int, ItemTemplate] = field(default_factory=dict)
 
     def add(self, number: int, data: torch.Tensor | io.BytesIO) -> None:
         """Write one line's item. The data may be changed as soon as this returns."""

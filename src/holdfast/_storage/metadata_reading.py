@@ -14,8 +14,6 @@ from holdfast._storage.item_places import ItemPlaces, StorageData
 from holdfast._storage.metadata_writing import VERSION
 from holdfast.metadata import Metadata, StorageMeta
 
-__all__ = ["load_metadata"]
-
 
 def load_metadata(data: bytes | bytearray, *, path: str, allow_pickle: bool = False) -> Metadata:
     """Make the metadata of a checkpoint from its ``.metadata`` file.

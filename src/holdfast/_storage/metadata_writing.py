@@ -21,8 +21,6 @@ from holdfast._version import __version__
 from holdfast.errors import IncompleteWriteError
 from holdfast.metadata import Metadata, StorageMeta
 
-__all__ = ["VERSION", "dump_manifest", "make_manifest"]
-
 VERSION = "1.0.0"
 """The version of torch's storage data that our pickles follow."""
 

@@ -8,8 +8,6 @@ from holdfast._storage.item_reader import ItemReader, naming
 from holdfast._storage.transformed import read_transformed
 from holdfast.planner import ReadItem
 
-__all__ = ["object_job"]
-
 
 def object_job(reader: ItemReader, item: ReadItem) -> Callable[[], None]:
     """A job that reads one value and gives it to the planner."""

@@ -4,10 +4,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from holdfast._io.file_access import FileReader
 from holdfast._io.progress import STRIDE, ProgressTracker
-from holdfast._io.store import FileReader, FileSource
-
-__all__ = ["SharedFile"]
+from holdfast._io.store import FileSource
 
 
 class SharedFile:

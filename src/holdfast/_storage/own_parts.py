@@ -10,8 +10,6 @@ from holdfast._storage.item_places import places_of
 from holdfast.errors import IncompleteCheckpointError, MetadataFormatError, PlanError, describe_ranks
 from holdfast.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
-__all__ = ["join_parts"]
-
 
 def join_parts(parts: Mapping[int, Metadata], *, rank: int, world_size: int, path: str) -> Metadata:
     """What a rank can load of such a checkpoint.

@@ -11,8 +11,6 @@ from holdfast._storage.destinations import Destination
 from holdfast._storage.item_reader import Chunk, ItemReader
 from holdfast._tensors.host import memory_of
 
-__all__ = ["SCRATCH", "ByteRange", "RangeRead", "ranges_for"]
-
 SCRATCH = 32 * 1024 * 1024
 """How much of a payload goes through memory of our own at once, where it cannot go straight to its place."""
 

@@ -17,8 +17,6 @@ from holdfast.errors import InvalidPlanError, MetadataFormatError
 from holdfast.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planner import LoadPlan, LoadPlanner, ReadItem
 
-__all__ = ["FileRequest", "chunk_of", "columns_in", "nbytes_to_read", "sort_by_file"]
-
 
 class FileRequest:
     """What a plan needs of one file.

@@ -1,5 +1,6 @@
 """Owns reading a checkpoint from a ByteStore: its metadata, and all that a plan asks for."""
 
+import sys
 from collections.abc import Callable
 
 from holdfast._format.names import METADATA, describe_data_files, metadata_name, metadata_rank
@@ -20,8 +21,6 @@ from holdfast.errors import CheckpointNotFoundError, IncompleteCheckpointError, 
 from holdfast.extension import ExtensionRegistry
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-
-__all__ = ["read_items", "read_metadata_file", "read_own_parts"]
 
 LARGEST_METADATA = 16 << 30
 _REMEDY = (
@@ -209,7 +208,7 @@ def _say_what_changed(error: BaseException, touched: list[str]) -> None:
     else:
         more = f" and {len(keys) - 10} more" if len(keys) > 10 else ""
         note = f"the load had begun: {len(keys)} values are changed: {', '.join(keys[:10])}{more}"
-    if hasattr(error, "add_note"):
+    if sys.version_info >= (3, 11):
         error.add_note(note)
     elif error.args and isinstance(error.args[0], str):
         error.args = (f"{error.args[0]}\n{note}", *error.args[1:])

@@ -13,8 +13,6 @@ from holdfast._plan.interning import pack, unpack
 from holdfast.metadata import MetadataIndex
 from holdfast.storage import WriteResult
 
-__all__ = ["ResultColumns", "Results", "WrittenItems", "result_columns"]
-
 _DEFAULTS = {column.name: default_number(field) for field, column in COLUMNS.items()}
 _NAMES = ("chunk_offsets", "hints", *_DEFAULTS)
 _LISTS = {column.listed_in: None for column in COLUMNS.values() if column.listed_in}

@@ -21,8 +21,6 @@ from holdfast._tensors.chunks import is_tensor, local_parts
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner
 
-__all__ = ["read_together"]
-
 # Fewer bytes than this are read by each rank itself before the connections to the others would be there.
 _WORTH_PASSING_ON = 256 * 1024
 _MOST_BROADCASTS = 4

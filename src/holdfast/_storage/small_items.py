@@ -1,6 +1,5 @@
 """Owns the containers of small tensors, made once for all tensors of a form."""
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -8,8 +7,6 @@ import torch
 from holdfast._format.torch_item import SMALL_ALIGNMENT, ItemFrame, tensor_item
 from holdfast._io.blocks import crc32
 from holdfast._plan.write_columns import Form
-
-__all__ = ["SMALL", "ItemTemplate", "frame_of", "template_of"]
 
 SMALL = 128 * 1024
 """Items whose payload is smaller are written, and read, together with their neighbours: three calls to the
@@ -65,7 +62,6 @@ def template_of(form: Form) -> ItemTemplate:
     )
 
 
-@functools.lru_cache(maxsize=4096)
 def frame_of(dtype: torch.dtype, shape: torch.Size) -> ItemFrame:
     """The container of a tensor."""
     return tensor_item(str(dtype).removeprefix("torch."), tuple(shape))

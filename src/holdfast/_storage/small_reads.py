@@ -18,8 +18,6 @@ from holdfast._storage.small_items import SMALL
 from holdfast.errors import ChecksumError, MetadataFormatError
 from holdfast.planner import ReadItem
 
-__all__ = ["SmallTensors", "is_small", "small_tensor_jobs"]
-
 
 def is_small(chunk: Chunk, item: ReadItem) -> bool:
     """Whether an item is read with its neighbours: raw, at most one block, and wanted whole."""

@@ -7,8 +7,6 @@ from holdfast._io.places import open_place
 from holdfast._io.store import FileSource
 from holdfast.errors import UsageError
 
-__all__ = ["AtStore"]
-
 StoreType = TypeVar("StoreType", bound=FileSource)
 
 

@@ -24,24 +24,14 @@ from holdfast.metadata import Metadata, StorageMeta
 from holdfast.planner import LoadPlan, LoadPlanner
 from holdfast.storage import StorageReader
 
-__all__ = ["StoreReader"]
-
 
 class StoreReader(AtStore[FileSource], StorageReader):
-    """Reads a checkpoint from a store, ours or torch's.
-
-    Only the bytes that are needed are read. Of our checkpoints each is checked; of torch's, each tensor
-    that is read whole. The place needs to be readable, nothing more.
+    """Reads a checkpoint from a store: what ``FileSystemReader`` promises, with its arguments.
 
     Args:
         store: The place; None for a subclass that has its own property ``store``.
-        registry: Knows stream transforms besides the built-in ones.
-        thread_count: How many threads read; by default as many as suit the store.
-        memory_budget: The most bytes of memory taken besides the state.
-        verify: Compare checksums. False finds no damage.
-        allow_pickle: Let planner data in the metadata be unpickled freely, running what code it holds.
-        share_reads: Let one rank read what several need, and pass it on: storage is asked for each byte
-            once. False: each rank reads what it needs, which is faster where storage is as fast as memory.
+        registry: What is ``_extension_registry`` there.
+        thread_count: As there; by default as many as suit the store.
 
     Attributes:
         context: The load that is being served.

@@ -37,8 +37,6 @@ from holdfast.metadata import Metadata, StorageMeta
 from holdfast.planner import SavePlan, SavePlanner
 from holdfast.storage import StorageWriter, WriteResult
 
-__all__ = ["DEFAULT_BUDGET", "StoreWriter"]
-
 DEFAULT_BUDGET = 256 * 1024 * 1024
 """The most memory that a save or a load takes besides what it saves from or loads into."""
 # Compression keeps a core busy: one file, and so one thread, each.
@@ -60,22 +58,11 @@ class FilePrefix:
 
 
 class StoreWriter(AtStore[ByteStore], StorageWriter):
-    """Writes a checkpoint into a store.
-
-    Until ``finish`` the old checkpoint of the place is there, whole; after it, the new one. Every save writes
-    files of its own, so that it never touches another's. Files that then belong neither to the checkpoint nor
-    to a save under way are removed.
+    """Writes a checkpoint into a store: what ``FileSystemWriter`` promises, with its arguments.
 
     Args:
         store: The place; None for a subclass that has its own property ``store``.
-        single_file_per_rank: One file for each thread of a rank. False: a file for each item.
-        sync_files: Wait until files are on stable storage. Without it a crash of the machine, not of the
-            program, may lose the checkpoint.
-        thread_count: How many threads write, each into a file of its own.
-        overwrite: Whether a checkpoint that is in the place may be replaced.
-        extensions: Stream transforms that each item goes through; the first one stands next to the file.
-        torch_compatible: Write what stock torch needs to read the checkpoint, too.
-        memory_budget: The most bytes of memory taken besides the state.
+        extensions: What is ``_extensions`` there.
 
     Attributes:
         context: The save that is being served.

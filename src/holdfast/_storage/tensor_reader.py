@@ -10,8 +10,6 @@ from holdfast._storage.torch_written import deliver_torch_written
 from holdfast._storage.transformed import deliver_transformed
 from holdfast.planner import ReadItem
 
-__all__ = ["tensor_jobs"]
-
 # One thread reads a large payload in pieces of this, so that several share a single large tensor.
 _PIECE = 32 * 1024 * 1024
 

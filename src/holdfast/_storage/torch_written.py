@@ -19,8 +19,6 @@ from holdfast._storage.ranges import SCRATCH, RangeRead, ranges_for
 from holdfast.errors import ChecksumError
 from holdfast.planner import ReadItem
 
-__all__ = ["deliver_loaded", "deliver_torch_written"]
-
 
 def deliver_torch_written(reader: ItemReader, chunk: Chunk, destination: Destination) -> None:
     """Read the box of an item that torch wrote; only its bytes, where the elements lie one by one."""

@@ -15,8 +15,6 @@ from holdfast._tensors.host import memory_of
 from holdfast.errors import ChecksumError, MetadataFormatError
 from holdfast.extension import StreamTransformExtension
 
-__all__ = ["deliver_transformed", "read_transformed", "undo_transforms"]
-
 _STEP = 1 << 20
 _MOST_TRANSFORMS = 32
 _ROWS = 4 << 20

@@ -23,8 +23,6 @@ from holdfast.errors import InvalidPlanError
 from holdfast.extension import StreamTransformExtension
 from holdfast.planner import SavePlan, SavePlanner
 
-__all__ = ["write_items"]
-
 _WRAP = 700
 """About what the container of a small tensor takes."""
 
@@ -76,7 +74,7 @@ def write_items(
         hint = sum(work.nbytes[number] for number in numbers) + 1024 * len(numbers)
         with store.create(name, nbytes_hint=hint, durable=durable) as file:
             file.progress = progress
-            writer = ItemWriter(file, file_number, work.columns, transforms, copy_at_once=copy_at_once)
+            writer = ItemWriter(file, file_number, work.columns, transforms, copy_at_once)
             for portion in work.portions(numbers):
                 cancellation.check()
                 with work.naming(portion):

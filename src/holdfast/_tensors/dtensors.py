@@ -97,7 +97,7 @@ def _unknown(value: DTensor, placement: object) -> PlanError:
 
 def _unusual_order(value: DTensor) -> tuple[int, ...] | None:
     """The mesh dimensions in the order of their cuts, if torch (from 2.10) recorded an unusual order."""
-    entries = getattr(value._spec, "shard_order", None) or ()  # noqa: SLF001 - torch offers it nowhere else
+    entries = vars(value._spec).get("shard_order") or ()  # noqa: SLF001 - torch offers it nowhere else
     if all(len(entry.mesh_dims) < 2 or _rises(entry.mesh_dims) for entry in entries):
         return None
     return tuple(mesh_dim for entry in entries for mesh_dim in entry.mesh_dims)

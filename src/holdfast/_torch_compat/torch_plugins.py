@@ -1,19 +1,15 @@
 """Planners and storages of torch that work with ours, and the other way round: records are converted."""
 
 import dataclasses
-import io
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 from torch.futures import Future
 
 from holdfast._torch_compat.torch_records import in_plain_types, is_torchs, to_ours, to_torch
-from holdfast.metadata import Metadata, StorageMeta
-from holdfast.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from holdfast.metadata import Metadata
+from holdfast.planner import LoadPlanner, SavePlan, SavePlanner
 from holdfast.storage import StorageReader, StorageWriter, WriteResult
-
-__all__ = ["our_load_planner", "our_save_planner", "our_storage_reader", "our_storage_writer"]
 
 T = TypeVar("T")
 
@@ -57,9 +53,32 @@ def _as_usable_as(plan: SavePlan, prepared: SavePlan) -> SavePlan:
     return prepared if plan.usable else dataclasses.replace(prepared, usable=False)
 
 
-class _SavePlannerOfTorch(SavePlanner):
+class _OfTorch:
+    """One of torch's plugins, ``inner``."""
+
     def __init__(self, inner: Any) -> None:
         self.inner = inner
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        raise NotImplementedError(
+            f"{cls.__name__} stands for one instance; {checkpoint_id} was not looked at"
+        )
+
+
+def _converting(name: str) -> Any:
+    """The method of the inner plugin, which gets torch's records and whose own become ours."""
+
+    def method(self: _OfTorch, *args: Any, **kwargs: Any) -> Any:
+        return to_ours(getattr(self.inner, name)(*map(to_torch, args), **kwargs))
+
+    return method
+
+
+class _SavePlannerOfTorch(_OfTorch, SavePlanner):
+    create_local_plan = _converting("create_local_plan")
+    finish_plan = _converting("finish_plan")
+    resolve_data = _converting("resolve_data")
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
         """Called as ``inner`` wants it, which the caller has found out."""
@@ -67,26 +86,19 @@ class _SavePlannerOfTorch(SavePlanner):
             kwargs["storage_meta"] = to_torch(kwargs["storage_meta"])
         self.inner.set_up_planner(*args, **kwargs)
 
-    def create_local_plan(self) -> SavePlan:
-        plan: SavePlan = to_ours(self.inner.create_local_plan())
-        return plan
-
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = self.inner.create_global_plan(to_torch(all_plans))
         return to_ours(plans), to_ours(metadata)
 
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        plan: SavePlan = to_ours(self.inner.finish_plan(to_torch(new_plan)))
-        return plan
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        data: torch.Tensor | io.BytesIO = self.inner.resolve_data(to_torch(write_item))
-        return data
-
-
-class _LoadPlannerOfTorch(LoadPlanner):
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
+class _LoadPlannerOfTorch(_OfTorch, LoadPlanner):
+    create_local_plan = _converting("create_local_plan")
+    create_global_plan = _converting("create_global_plan")
+    finish_plan = _converting("finish_plan")
+    load_bytes = _converting("load_bytes")
+    resolve_bytes = _converting("resolve_bytes")
+    resolve_tensor = _converting("resolve_tensor")
+    commit_tensor = _converting("commit_tensor")
 
     def set_up_planner(
         self,
@@ -96,50 +108,14 @@ class _LoadPlannerOfTorch(LoadPlanner):
     ) -> None:
         self.inner.set_up_planner(state_dict, to_torch(metadata), is_coordinator)
 
-    def create_local_plan(self) -> LoadPlan:
-        plan: LoadPlan = to_ours(self.inner.create_local_plan())
-        return plan
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        plans: list[LoadPlan] = to_ours(self.inner.create_global_plan(to_torch(global_plan)))
-        return plans
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        plan: LoadPlan = to_ours(self.inner.finish_plan(to_torch(central_plan)))
-        return plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.inner.load_bytes(to_torch(read_item), value)
-
-    def resolve_bytes(self, read_item: ReadItem) -> io.BytesIO:
-        stream: io.BytesIO = self.inner.resolve_bytes(to_torch(read_item))
-        return stream
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        tensor: torch.Tensor = self.inner.resolve_tensor(to_torch(read_item))
-        return tensor
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        self.inner.commit_tensor(to_torch(read_item), tensor)
-
-
-class _WriterOfTorch(StorageWriter):
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        self.inner.reset(checkpoint_id)
-
-    def storage_meta(self) -> StorageMeta | None:
-        meta: StorageMeta | None = to_ours(self.inner.storage_meta())
-        return meta
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self.inner.set_up_storage_writer(is_coordinator, *args, **kwargs)
+class _WriterOfTorch(_OfTorch, StorageWriter):
+    reset = _converting("reset")
+    storage_meta = _converting("storage_meta")
+    set_up_storage_writer = _converting("set_up_storage_writer")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        prepared: SavePlan = to_ours(self.inner.prepare_local_plan(to_torch(plan)))
-        return _as_usable_as(plan, prepared)
+        return _as_usable_as(plan, to_ours(self.inner.prepare_local_plan(to_torch(plan))))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         prepared: list[SavePlan] = to_ours(self.inner.prepare_global_plan(to_torch(plans)))
@@ -156,46 +132,17 @@ class _WriterOfTorch(StorageWriter):
         self.inner.finish(theirs, to_torch(results))
         metadata.storage_data = to_ours(theirs.storage_data)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        raise NotImplementedError(
-            f"{cls.__name__} stands for one instance; {checkpoint_id} was not looked at"
-        )
 
+class _ReaderOfTorch(_OfTorch, StorageReader):
+    reset = _converting("reset")
+    read_metadata = _converting("read_metadata")
+    set_up_storage_reader = _converting("set_up_storage_reader")
+    prepare_local_plan = _converting("prepare_local_plan")
+    prepare_global_plan = _converting("prepare_global_plan")
 
-class _ReaderOfTorch(StorageReader):
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        self.inner.reset(checkpoint_id)
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata: Metadata = to_ours(self.inner.read_metadata(*args, **kwargs))
-        return metadata
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        self.inner.set_up_storage_reader(to_torch(metadata), is_coordinator, *args, **kwargs)
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        prepared: LoadPlan = to_ours(self.inner.prepare_local_plan(to_torch(plan)))
-        return prepared
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        prepared: list[LoadPlan] = to_ours(self.inner.prepare_global_plan(to_torch(plans)))
-        return prepared
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
+    def read_data(self, plan: Any, planner: LoadPlanner) -> "Future[None]":
         done: Future[None] = self.inner.read_data(to_torch(plan), _planner_for_torch(planner))
         return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        raise NotImplementedError(
-            f"{cls.__name__} stands for one instance; {checkpoint_id} was not looked at"
-        )
 
 
 def _planner_for_torch(planner: Any) -> Any:

@@ -17,8 +17,6 @@ from holdfast import storage as our_storage_module
 from holdfast._deferred import DeferredDict, DeferredList
 from holdfast._format.typed_key import TypedKey
 
-__all__ = ["called_by_torch", "in_plain_types", "is_torchs", "to_ours", "to_torch"]
-
 _PACKAGE = "torch.distributed.checkpoint"
 _RECORDS = {
     "metadata": [

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from multiprocessing import spawn
 from typing import Any
 
-from holdfast._ranks.sockets import open_pair
+from holdfast._ranks.sockets import no_fork, open_pair
 from holdfast._staging.anonymous_file import make_anonymous_file
 from holdfast._version import __version__
 from holdfast._writer_process import process_messages as messages
@@ -23,14 +23,6 @@ from holdfast._writer_process.process_messages import ProcessMessage
 from holdfast._writer_process.process_start import IGNORED_SIGNALS, PROGRAM
 from holdfast._writer_process.shared_progress import ProgressSlot, SharedProgress
 from holdfast.errors import StorageError
-
-__all__ = [
-    "WriterProcess",
-    "kill_writer_process",
-    "ready_writer_process",
-    "start_writer_process",
-    "stop_writer_process",
-]
 
 _QUOTED_NBYTES = 16 << 10
 _STOP_SECONDS = 10.0
@@ -223,13 +215,15 @@ def _spawn(link: int, progress: int, stderr: int) -> "subprocess.Popen[bytes]":
     }
     executable: Any = spawn.get_executable()
     try:
-        return subprocess.Popen(  # noqa: S603 - our own interpreter and program
-            [os.fsdecode(executable), "-c", PROGRAM, json.dumps(description), "\n".join(sys.path)],
-            stdin=subprocess.DEVNULL,
-            stderr=stderr,
-            pass_fds=(link, progress, our_stderr),
-            env={**os.environ, **dict.fromkeys(_ONE_THREAD, "1")},
-        )
+        # A child that is forked meanwhile would keep the pipe open at whose end Popen waits.
+        with no_fork:
+            return subprocess.Popen(  # noqa: S603 - our own interpreter and program
+                [os.fsdecode(executable), "-c", PROGRAM, json.dumps(description), "\n".join(sys.path)],
+                stdin=subprocess.DEVNULL,
+                stderr=stderr,
+                pass_fds=(link, progress, our_stderr),
+                env={**os.environ, **dict.fromkeys(_ONE_THREAD, "1")},
+            )
     finally:
         os.close(our_stderr)
 
@@ -283,13 +277,6 @@ def stop_writer_process() -> None:
         process, _current = _current, None
     if process is not None:
         process.stop()
-
-
-def kill_writer_process() -> None:
-    """Kill the writer process, even a stopped one. Its saves fail, and the next save starts another one."""
-    process = _current
-    if process is not None:
-        process.kill()
 
 
 def _forget_after_fork() -> None:

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["DONE", "FAILED", "PROTOCOL", "READY", "REQUEST", "ProcessMessage", "receive", "send"]
-
 PROTOCOL = 3
 """Must change when anything changes that the two ends have to agree on."""
 

@@ -18,8 +18,6 @@ from typing import Any
 
 from holdfast._writer_process.shared_progress import SharedProgress
 
-__all__ = ["IGNORED_SIGNALS", "PROGRAM", "main"]
-
 PROGRAM = (
     "import sys; sys.path[:] = sys.argv[2].split(chr(10)); "
     "from holdfast._writer_process.process_start import main; main(sys.argv[1])"

@@ -19,8 +19,6 @@ from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan
 from holdfast.storage import WriteResult
 
-__all__ = ["ProcessWriter"]
-
 
 class ProcessWriter(WriterPort):
     """The same as ``inner``, but has the data written by a copy of its plugin in another process.
@@ -88,7 +86,7 @@ class ProcessWriter(WriterPort):
         """Stop the write within a few MiB. Returns at once; an uncommitted save will not be committed.
 
         ``write`` raises when the writer process has stopped writing. If that process is itself stopped
-        (SIGSTOP), this is when it continues, or is killed by ``kill_writer_process``.
+        (SIGSTOP), this is when it continues, or is killed.
         """
         with self._lock:
             self._is_cancelled = True

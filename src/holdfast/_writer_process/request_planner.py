@@ -14,8 +14,6 @@ from holdfast.errors import UsageError
 from holdfast.metadata import MetadataIndex
 from holdfast.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-__all__ = ["RequestPlanner", "request_planner"]
-
 _OF_ALL_RANKS = ("global_plan", "metadata", "_cache")
 """Attributes of default planners that describe all ranks. Writing does not need them."""
 

@@ -14,8 +14,6 @@ from typing import Any
 from holdfast._context import SaveContext
 from holdfast.errors import UsageError
 
-__all__ = ["ReturnedState", "pickling_error"]
-
 _NOT_LOOKED_INTO = (type, ModuleType, FunctionType, BuiltinFunctionType, SaveContext)
 
 
@@ -68,7 +66,8 @@ def _state(writer: Any) -> dict[str, Any]:
     reduced = writer.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     state = reduced[2] if isinstance(reduced, tuple) and len(reduced) > 2 else None
     parts = state if isinstance(state, tuple) else (state,)  # two of them in a class with __slots__
-    names = [name for part in parts if isinstance(part, dict) for name in part if hasattr(writer, name)]
+    known = set(dir(writer))
+    names = [name for part in parts if isinstance(part, dict) for name in part if name in known]
     return {name: getattr(writer, name) for name in names}
 
 

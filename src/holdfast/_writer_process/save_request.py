@@ -25,8 +25,6 @@ from holdfast.errors import CheckpointError, UsageError
 from holdfast.planner import SavePlan
 from holdfast.storage import StorageWriter
 
-__all__ = ["RequestHeader", "SaveRequest", "current_folder", "pack", "unpack", "unpack_header"]
-
 
 class RequestHeader(NamedTuple):
     """What the writer process must know before it can unpack a request.

@@ -20,8 +20,6 @@ from holdfast._writer_process.save_request import RequestHeader, current_folder,
 from holdfast._writer_process.shared_progress import ProgressSlot, SharedProgress
 from holdfast.errors import RemoteError, StorageError, portable_failure
 
-__all__ = ["WriteCancelledError", "serve"]
-
 _THREADS = 4
 """How many requests are written at the same time, each within the memory budget of its storage writer."""
 

@@ -7,8 +7,6 @@ not read its messages.
 import mmap
 import os
 
-__all__ = ["ProgressSlot", "SharedProgress"]
-
 _SLOTS = 2048
 """Two requests use the same slot if their numbers are this far apart. Nobody runs so many at a time."""
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 from holdfast._format.description import ints
 from holdfast._format.item_table import StorageInfo
 from holdfast._io.blocks import crc32
-from holdfast._io.store import FileReader, FileSource
+from holdfast._io.file_access import FileReader
+from holdfast._io.store import FileSource
 from holdfast.cli.report import Report
 from holdfast.errors import ChecksumError
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator
 
-from holdfast._format.inventory import Inventory, StoredChunk, TensorEntry
 from holdfast._format.item_table import StorageInfo
 from holdfast._format.names import is_leftover, metadata_rank, parse_data_file
 from holdfast._geometry import Box, check_cover
 from holdfast._io.store import FileSource
 from holdfast.cli.checking import KeyedItem, holdfast_jobs
 from holdfast.cli.checking_torch import TorchItem, torch_jobs
+from holdfast.cli.inventory import Inventory, StoredChunk, TensorEntry
 from holdfast.cli.opening import Checkpoint
 from holdfast.cli.report import Report
 from holdfast.cli.text import shape_text, size_text

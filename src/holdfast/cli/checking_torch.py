@@ -8,13 +8,14 @@ from functools import partial
 from typing import IO, Any, NamedTuple
 
 from holdfast._format.dtypes import DTYPES
-from holdfast._format.inventory import StoredChunk
 from holdfast._format.item_table import StorageInfo
 from holdfast._format.torch_item_reader import read_item_layout
 from holdfast._format.torch_item_zip import Archive
 from holdfast._geometry import volume
 from holdfast._io.blocks import crc32
-from holdfast._io.store import FileReader, FileSource
+from holdfast._io.file_access import FileReader
+from holdfast._io.store import FileSource
+from holdfast.cli.inventory import StoredChunk
 from holdfast.cli.report import Report
 from holdfast.cli.text import shape_text
 from holdfast.errors import ChecksumError, ExtensionError, IntegrityError

@@ -4,10 +4,10 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from holdfast._format.inventory import Inventory, read_inventory
 from holdfast._format.names import METADATA, describe_data_files, metadata_rank
 from holdfast._io.places import local_path, open_place
 from holdfast._io.store import FileSource
+from holdfast.cli.inventory import Inventory, read_inventory
 from holdfast.errors import CheckpointNotFoundError
 
 __all__ = ["Checkpoint", "find_checkpoint"]
@@ -50,21 +50,23 @@ def find_checkpoint(path: str) -> Checkpoint:
     Raises:
         CheckpointNotFoundError: There is none.
     """
-    path = local_path(path)
-    folder, name = os.path.split(path)
+    folder = local_path(path)
+    path = path if folder is None else folder
+    above, name = os.path.split(path)
     rank = metadata_rank(name)
     if (rank is not None or name == METADATA) and not os.path.isdir(path):
-        store = open_place(folder or ".")
+        store = open_place(above or ".")
         if not store.exists(name):
             raise CheckpointNotFoundError(f"{path}: there is no such file", path=path)
         return Checkpoint(store, [(rank, name)], rank)
-    if not os.path.isdir(path):
+    if folder is not None and not os.path.isdir(folder):
         what = (
             "is not a folder and not a .metadata file" if os.path.exists(path) else "there is no such folder"
         )
         raise CheckpointNotFoundError(f"{path}: {what}", path=path)
-    names = os.listdir(path)
     store = open_place(path.rstrip("/") or "/")
+    # Folders inside a folder help to see what it is instead of a checkpoint.
+    names = list(store.names()) if folder is None else os.listdir(folder)
     if METADATA in names:
         return Checkpoint(store, [(None, METADATA)])
     ranks = sorted((rank, name) for name in names if (rank := metadata_rank(name)) is not None)

@@ -20,7 +20,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print what the checkpoint is, and return the exit code: damaged if a file is missing or cut off."""
     checkpoint = find_checkpoint(arguments.path)
     sizes = checkpoint.store.list()
-    parts = [summarize(part, sizes) for part in checkpoint.parts()]
+    parts = [summarize(part, checkpoint.store, sizes) for part in checkpoint.parts()]
     if arguments.json:
         write_json({"schema": "holdfast.show/1", "path": arguments.path, "parts": parts})
     else:
@@ -55,7 +55,7 @@ def _lines(path: str, part: dict[str, Any], *, list_all: bool) -> Iterator[str]:
 def _facts(part: dict[str, Any]) -> dict[str, str]:
     blocks = f", a CRC-32 for every {size_text(part['block_size'])}" if part["block_size"] else ""
     stored = sum(file["nbytes"] or 0 for file in part["files"]) + part["metadata"]["nbytes"]
-    when = part["created"].replace("T", " ").replace("Z", " UTC")
+    when = (part["created"] or "not recorded").replace("T", " ").replace("Z", " UTC")
     chunks = counted(part["chunks"], "chunk")
     return {
         "made by": printable(

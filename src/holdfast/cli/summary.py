@@ -4,31 +4,35 @@ import os
 import time
 from typing import Any
 
-from holdfast._format.inventory import Inventory
 from holdfast._format.names import parse_data_file
+from holdfast._io.store import FileSource
+from holdfast.cli.inventory import Inventory
 from holdfast.cli.tree import entry_nbytes
 
 __all__ = ["summarize"]
 
 
-def summarize(part: Inventory, sizes: dict[str, int]) -> dict[str, Any]:
+def summarize(part: Inventory, store: FileSource, sizes: dict[str, int]) -> dict[str, Any]:
     """What one metadata file says, and what the folder has of it.
 
     Args:
         part: The metadata.
+        store: Where it is.
         sizes: The files that are there, with their sizes.
     """
-    tensors, objects = part.tensors, part.objects
-    created_ns, source = part.created_ns, "metadata"
+    tensors, objects, name = part.tensors, part.objects, os.path.basename(part.path)
+    created_ns, source, created = part.created_ns, "metadata", None
     if created_ns is None:
         # torch does not say when; its last act was to write this file.
-        created_ns, source = os.stat(part.path).st_mtime_ns, "file time"
+        created_ns, source = store.modified_ns(name), "file time"
+    if created_ns is not None:
+        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created_ns // 1_000_000_000))
     return {
         "rank": part.rank,
         "written_by": part.source,
         "format": part.format,
         "software": part.software,
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created_ns // 1_000_000_000)),
+        "created": created,
         "created_source": source,
         "world_size": part.world_size,
         "ranks_with_data": len({file.rank for name in part.files if (file := parse_data_file(name))}),
@@ -43,7 +47,7 @@ def summarize(part: Inventory, sizes: dict[str, int]) -> dict[str, Any]:
         "dtypes": _by_dtype(part),
         "objects": len(objects),
         "object_nbytes": sum(map(entry_nbytes, objects)),
-        "metadata": {"name": os.path.basename(part.path), "nbytes": part.nbytes},
+        "metadata": {"name": name, "nbytes": part.nbytes},
         "files": _files(part, sizes),
     }
 

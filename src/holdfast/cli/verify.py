@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
-from holdfast._format.inventory import Inventory
 from holdfast._io import pool
 from holdfast.cli.checking_parts import part_jobs, unused_files
 from holdfast.cli.checking_torch import LIMITS
 from holdfast.cli.exit_codes import DAMAGED, FINE, exit_code
+from holdfast.cli.inventory import Inventory
 from holdfast.cli.opening import Checkpoint, find_checkpoint
 from holdfast.cli.report import Damage, ProgressBar, Report, shortened
 from holdfast.cli.text import Style, counted, printable, size_text, write_json, write_lines

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from holdfast._io.blocks import BlockSums
-from holdfast._io.store import ByteStore, FileReader
+from holdfast._io.file_access import FileReader
+from holdfast._io.store import ByteStore
 
 __all__ = ["MIB", "StoreContractBase", "pattern", "read_part"]
 
