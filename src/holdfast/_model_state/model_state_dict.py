@@ -40,7 +40,7 @@ def read_model(
         delivered(found, options)
         return {}
     result: OrderedDict[str, Any] = OrderedDict(delivered(found, options))
-    versions = getattr(own, "_metadata", None)
+    versions = _versions_in(own)
     if versions is not None:
         vars(result)["_metadata"] = OrderedDict(
             (names.name_of_module(path), version) for path, version in versions.items()
@@ -234,10 +234,15 @@ def _receive(sent: SentState, loading: _Loading) -> None:
             loading.values[key] = loading.placed(key, tensor)
 
 
+def _versions_in(state: Mapping[str, Any]) -> Any:
+    """The versions of modules, which ``Module.state_dict`` attaches to its result; None if there are none."""
+    return getattr(state, "_metadata", None)
+
+
 def _load(
     model: nn.Module, state: Mapping[str, Any], loading: _Loading, options: StateDictOptions
 ) -> IncompatibleKeys:
-    versions = getattr(state, "_metadata", None)
+    versions = _versions_in(state)
     if versions is not None:
         paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
         by_path = {path: versions.get(loading.names.name_of_module(path)) for path in paths}

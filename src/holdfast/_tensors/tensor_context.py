@@ -11,7 +11,7 @@ import math
 import sys
 import types
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -80,6 +80,11 @@ def _encode_list(value: Sequence[Any], shapes: Sequence[Sequence[int]], dtype: t
     return [kind, [encode_context(entry, shapes, dtype) for entry in value]]
 
 
+@runtime_checkable
+class _NamedTuple(Protocol):
+    _fields: tuple[str, ...]
+
+
 def _encode_object(value: Any, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Any]:
     named = value if isinstance(value, type | types.FunctionType) else type(value)
     where = [named.__module__, named.__qualname__]
@@ -87,7 +92,7 @@ def _encode_object(value: Any, shapes: Sequence[Sequence[int]], dtype: torch.dty
         return ["named", *where]
     if isinstance(value, enum.Enum):
         return ["enum", *where, value.name]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
+    if isinstance(value, tuple) and isinstance(value, _NamedTuple):
         return ["namedtuple", *where, [encode_context(entry, shapes, dtype) for entry in value]]
     if dataclasses.is_dataclass(value) and not isinstance(value, torch.Tensor | torch.nn.Module):
         facts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -188,11 +193,8 @@ def _decode_object(like: Model, kind: str, module: str, name: str, *rest: Any) -
 def _instance(cls: type, facts: dict[str, Any]) -> Any:
     """An instance of a dataclass, made without calling any code of the class."""
     made: Any = object.__new__(cls)
-    if hasattr(made, "__dict__"):
-        vars(made).update(facts)
-    else:
-        for field in dataclasses.fields(made):
-            object.__setattr__(made, field.name, facts[field.name])
+    for name, fact in facts.items():
+        object.__setattr__(made, name, fact)
     return made
 
 

@@ -5,7 +5,7 @@ states, float8 tensors.
 """
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -87,14 +87,22 @@ def _parts_as_pickled(about: About) -> TensorParts:
     return TensorParts(about=about)
 
 
+@runtime_checkable
+class _MadeOfTensors(Protocol):
+    """torch's protocol for tensor subclasses that are made of other tensors."""
+
+    def __tensor_flatten__(self) -> Any: ...
+
+    def __tensor_unflatten__(self) -> Any: ...
+
+
 def has_parts(kind: type) -> bool:
     """Whether the tensors of a class are made of other tensors, and are stored as these."""
     return (
         kind not in PLAIN_TYPES
         and issubclass(kind, torch.Tensor)
         and not issubclass(kind, DTensor | AsyncCollectiveTensor)
-        and hasattr(kind, "__tensor_flatten__")
-        and hasattr(kind, "__tensor_unflatten__")
+        and issubclass(kind, _MadeOfTensors)
     )
 
 
