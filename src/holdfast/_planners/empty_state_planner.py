@@ -1,0 +1,97 @@
+"""The planner that loads without a state to load into."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from holdfast._format.item_table import StorageInfo
+from holdfast._plan.flatten import Container, Path, containers_of, unflatten
+from holdfast._planners.load_planner import DefaultLoadPlanner
+from holdfast.errors import MetadataFormatError, MissingKeyError, UsageError
+from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, TensorStorageMetadata
+
+
+class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
+    """Loads a checkpoint without a state to load into: builds the nested state from the checkpoint.
+
+    The ``state_dict`` given to ``load`` must be empty; it is filled. Every tensor is held whole by this
+    process.
+
+    Args:
+        keys: Load only these flat keys, and whatever is below these names. None for everything.
+        *args: As for :class:`DefaultLoadPlanner`.
+        **kwargs: As for :class:`DefaultLoadPlanner`.
+    """
+
+    def __init__(self, keys: Iterable[str] | None = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.keys = None if keys is None else set(keys)
+
+    def set_up_planner(
+        self,
+        state_dict: STATE_DICT_TYPE,  # type: ignore[type-arg]
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Build the state, with memory for every tensor.
+
+        Raises:
+            UsageError: The given state is not empty.
+            MissingKeyError: The checkpoint has none of the keys.
+        """
+        if state_dict:
+            raise UsageError("the state to load into must be empty: it is built from the checkpoint")
+        if metadata is None:
+            raise UsageError("the planner was set up without the checkpoint's metadata")
+        paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        leaves = {
+            key: _memory_for(key, entry, metadata.storage_data)
+            if isinstance(entry, TensorStorageMetadata)
+            else entry
+            for key, entry in metadata.state_dict_metadata.items()
+            if self.keys is None or self._is_wanted(key, paths.get(key, (key,)))
+        }
+        state_dict.update(unflatten(leaves, paths, self._wanted_containers(leaves, paths)))
+        if self.keys and not state_dict:
+            names = ", ".join(sorted(self.keys)[:20])
+            raise MissingKeyError(
+                f"the checkpoint has none of the keys asked for: {names}", key=min(self.keys)
+            )
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        if self.keys is not None and self.strict is None:
+            self.strict = False
+
+    def _wanted_containers(self, leaves: dict[str, Any], paths: dict[str, Path]) -> dict[Path, Container]:
+        containers = containers_of(paths)
+        if self.keys is None:
+            return containers
+        above = {path[:depth] for key in leaves if (path := paths.get(key)) for depth in range(len(path))}
+        return {
+            path: container
+            for path, container in containers.items()
+            if path in above or self._is_wanted(".".join(map(str, path)), path)
+        }
+
+    def _is_wanted(self, key: str, path: tuple[Any, ...]) -> bool:
+        assert self.keys is not None
+        names = {".".join(map(str, path[:depth])) for depth in range(1, len(path) + 1)}
+        return key in self.keys or not names.isdisjoint(self.keys)
+
+
+def _memory_for(key: str, entry: TensorStorageMetadata, places: Any) -> torch.Tensor:
+    """Memory for a whole tensor, unless what is stored of it is too little to fill it."""
+    nbytes = entry.size.numel() * entry.properties.dtype.itemsize
+    found = [
+        places[index]
+        for chunk in entry.chunks
+        if (index := MetadataIndex(key, chunk.offsets)) in (places or ())
+    ]
+    # Places belong to the storage: of those that are not ours nothing is known.
+    is_known = all(isinstance(place, StorageInfo) and not place.transform_descriptors for place in found)
+    if is_known and sum(place.length for place in found) < nbytes:
+        raise MetadataFormatError(
+            f"{key}: a tensor of shape {tuple(entry.size)} takes {nbytes} bytes, but fewer are stored",
+            key=key,
+        )
+    return torch.empty(entry.size, dtype=entry.properties.dtype)
