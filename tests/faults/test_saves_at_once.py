@@ -28,7 +28,7 @@ PROGRAM = """
     import errno, fcntl, os, signal, sys
     folder, seed, options = sys.argv[1], int(sys.argv[2]), sys.argv[3].split()
     import holdfast as hf
-    from holdfast._io import lease
+    from holdfast._io import lease, process_identity
     from tests.support.states import small_state
 
     if "no locks" in sys.argv[3]:
@@ -36,7 +36,7 @@ PROGRAM = """
             raise OSError(errno.ENOLCK, "no locks here")
         fcntl.flock = no_locks
     if "elsewhere" in options:
-        lease._machine = lambda: ("another machine", "pid:[1]")
+        process_identity._machine = lambda: ("another machine", "pid:[1]")
     if "often" in options:
         lease.RENEWAL_SECONDS = 0.02
 

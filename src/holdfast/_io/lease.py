@@ -1,150 +1,38 @@
-"""Owns leases: small files by which saves into one place know of each other, and the dead from the living.
+"""Owns leases: small files by which the saves into one place know of each other.
 
 A save writes its lease before its first data file, renews it while it runs, and removes it when it is over.
-A lock of the file system (``ByteStore.claim``) is taken as well; but locks may be missing, or end at the
-machine, so that a lease decides. The rules:
+It takes a lock of the file system (``ByteStore.claim``) too. But some file systems have no locks, or locks
+that other machines do not see, so the lease decides. The rules:
 
-- Who finds the lease of another living save removes its own and gives up.
-- Who finds the lease of a dead save removes it, before it writes anything itself.
-- Who does not find its own lease directly before its commit was taken for dead, and commits nothing.
+- A save that finds the lease of another living save removes its own and gives up.
+- A save that finds the lease of a dead save removes it, before it writes anything itself.
+- A save that does not find its own lease directly before its commit was taken for dead, and commits nothing.
 
-A save whose process can be looked up from here is alive exactly as long as the process is. Any other is
-dead when its lease was not renewed for ``EXPIRY_SECONDS`` by the clock of the store. Not guaranteed: what
-happens if a process is stopped, for longer than that, between the last look at its lease and the commit.
+``living_leases`` decides which saves are dead. Not guaranteed: what happens if a process is stopped between
+the last look at its lease and the commit, until its lease expires.
 """
 
-import dataclasses
-import functools
 import logging
 import os
 import random
-import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
-import msgspec
-
-from holdfast._format.names import lease_name, save_of_lease
+from holdfast._format.names import save_of_lease
+from holdfast._io.lease_file import LeaseFile, LeaseHolder
+from holdfast._io.living_leases import find_living, held_here, living_and_dead
 from holdfast._io.pool import Worker
 from holdfast._io.store import ByteStore, Claim
-from holdfast.errors import CheckpointError, StorageError
+from holdfast.errors import StorageError
 
 logger = logging.getLogger(__name__)
 
 RENEWAL_SECONDS = 10.0
-EXPIRY_SECONDS = 60.0
 # Two saves that begin at the same moment may see each other. Then both draw back, and try again.
 _ATTEMPTS = 5
-_held: set[str] = set()
-"""The leases of this process that are not released: one that could not be removed is over all the same."""
 _LONGEST_PAUSE = 0.2
-_MOST_BYTES = 16 << 20  # a lease that replaces files in torch's naming lists them
-
-
-@dataclass(frozen=True)
-class LeaseHolder:
-    """Who writes: enough to look the process up from the same machine, and to name it to a user.
-
-    Attributes:
-        host: The machine's name.
-        boot: What tells this run of this machine from all others; empty if the system does not tell.
-        pid_namespace: What tells the machine's containers apart, as far as process numbers go.
-        pid: The process.
-        started: When the process began, in ticks since the machine did; a later process may have its number.
-        shared: Whether other saves of this kind may run beside this one.
-        renewed_ns: When the lease was written, by the clock of its writer, for stores that tell no times.
-        replaces: What the save removes once it has committed: saves whose data files go, and names of data
-            files that tell no save. Who finds the lease of a killed save learns here what that one left.
-        over: Whether the save is over, and the lease stays only for what it could not remove.
-    """
-
-    host: str
-    boot: str
-    pid_namespace: str
-    pid: int
-    started: int
-    shared: bool
-    renewed_ns: int
-    replaces: tuple[str, ...] = ()
-    over: bool = False
-
-    @classmethod
-    def this_process(cls, *, shared: bool, replaces: Iterable[str] = ()) -> "LeaseHolder":
-        """This process, now."""
-        identity = _identity(os.getpid())
-        return cls(*identity, shared=shared, renewed_ns=time.time_ns(), replaces=tuple(sorted(replaces)))
-
-    def encode(self) -> bytes:
-        """The content of a lease."""
-        return msgspec.json.encode(self)
-
-    @classmethod
-    def decode(cls, data: bytes | bytearray) -> "LeaseHolder | None":
-        """What a lease says; None if it is not written completely, or is none."""
-        try:
-            return msgspec.json.decode(data, type=cls)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return None
-
-    @property
-    def identity(self) -> tuple[str, str, str, int, int]:
-        """What tells its process from all others."""
-        return self.host, self.boot, self.pid_namespace, self.pid, self.started
-
-    def is_running(self) -> bool | None:
-        """Whether the process runs; None if it cannot be looked up from here."""
-        here = (socket.gethostname(), *_machine())
-        if not self.boot or (self.host, self.boot, self.pid_namespace) != here:
-            return None
-        try:
-            return _start_of(self.pid) == self.started
-        except OSError:
-            # Some systems hide the processes of other users in /proc.
-            try:
-                os.kill(self.pid, 0)
-            except ProcessLookupError:
-                return False
-            except OSError:
-                pass
-            return None
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
-
-
-@functools.lru_cache(maxsize=1)
-def _identity(pid: int) -> tuple[str, str, str, int, int]:
-    """This process, whose number is asked for because a forked child is another."""
-    try:
-        started = _start_of(pid) or 0
-    except OSError:
-        started = 0
-    return socket.gethostname(), *_machine(), pid, started
-
-
-@functools.cache
-def _machine() -> tuple[str, str]:
-    """The boot id and the namespace of process numbers; empty where the system does not tell."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip(), os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return "", ""
-
-
-def _start_of(pid: int) -> int | None:
-    """When a process began, in ticks since the machine did; None if it is a zombie. Raises OSError."""
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        fields = file.read().rpartition(b") ")[2].split()
-    # A process that has ended stays as a zombie until its parent asks for it.
-    return None if fields[0] in {b"Z", b"X"} else int(fields[19])
-
-
-_UNKNOWN = LeaseHolder("?", "", "", 0, 0, shared=False, renewed_ns=0)
-"""Whoever holds a lease that cannot be read right now: it may be one that is being renewed."""
 
 
 class Lease:
@@ -154,9 +42,7 @@ class Lease:
     A forked child has a copy that does nothing.
 
     Args:
-        store: The place.
-        save_id: The save.
-        shared: Whether other saves of this kind may run beside this one.
+        file: Its file, which ``begin`` makes.
         claim: The lock that goes with it.
 
     Attributes:
@@ -164,21 +50,18 @@ class Lease:
         left_by_dead: What these would have removed after their commits, as in ``LeaseHolder.replaces``.
     """
 
-    def __init__(self, store: ByteStore, save_id: str, shared: bool, claim: Claim) -> None:
+    def __init__(self, file: LeaseFile, claim: Claim) -> None:
         self.dead: set[str] = set()
         self.left_by_dead: set[str] = set()
-        self._store = store
-        self._shared = shared
-        self._replaces: set[str] = set()
+        self.name = file.name
+        self._file = file
+        self._store = file.store
         self._owner = os.getpid()
         self._over = threading.Event()
         self._left = threading.Event()
         self._thread: Worker | None = None
-        self.name = lease_name(save_id)
         # Nothing that the finalizer or the thread refers to may refer to the lease.
-        self._drop = weakref.finalize(
-            self, _end, store, self.name, claim, self._over, self._left, self._owner
-        )
+        self._drop = weakref.finalize(self, _end, file, claim, self._over, self._left, self._owner)
         self._drop.atexit = False
 
     def begin(self) -> None:
@@ -187,20 +70,8 @@ class Lease:
         Raises:
             OSError: It cannot be written.
         """
-        _held.add(self.name)
-        # In one step: a lease that a killed process left half written would name nobody, and keep the place
-        # closed until it expires.
-        for attempt in range(3):
-            try:
-                self._store.replace(self.name, self._content(), durable=False)
-            except FileNotFoundError:  # noqa: PERF203 - a clean-up may take the temporary file for a leftover
-                if attempt == 2:
-                    raise
-            else:
-                return
-
-    def _content(self) -> bytes:
-        return LeaseHolder.this_process(shared=self._shared, replaces=self._replaces).encode()
+        held_here.add(self.name)
+        self._file.write()
 
     def note_replaced(self, replaces: Iterable[str]) -> None:
         """Before a commit: write down what goes after it, for the case that this process is killed between.
@@ -208,12 +79,9 @@ class Lease:
         Args:
             replaces: As in ``LeaseHolder``.
         """
-        before = len(self._replaces)
-        self._replaces.update(replaces)
-        if len(self._replaces) != before:
-            self._store.rewrite(self.name, self._content())
+        self._file.note_replaced(replaces)
 
-    def inherit(self, dead: "dict[str, LeaseHolder | None]") -> None:
+    def inherit(self, dead: Mapping[str, LeaseHolder | None]) -> None:
         """End the leases of dead saves, given by their names, and take over what these had to remove."""
         self.dead |= {save for name in dead if (save := save_of_lease(name))}
         self.left_by_dead |= {left for holder in dead.values() if holder for left in holder.replaces}
@@ -222,24 +90,10 @@ class Lease:
 
     def keep(self) -> None:
         """Renew the lease from now on, in a thread. Does nothing if that goes on already."""
-        if self._thread is not None:
-            return
-        store, name, over, shared, replaces = (
-            *(self._store, self.name, self._over),
-            *(self._shared, self._replaces),
-        )
-
-        def renew() -> None:
-            while not over.wait(RENEWAL_SECONDS):
-                try:
-                    holder = LeaseHolder.this_process(shared=shared, replaces=replaces.copy())
-                    if not store.rewrite(name, holder.encode()):
-                        return
-                except Exception as error:  # noqa: BLE001, PERF203 - the next renewal may work
-                    logger.warning("%s: the lease of a save could not be renewed: %s", store.url, error)
-
-        self._thread = Worker(renew, name="holdfast-lease")
-        self._thread.start()
+        if self._thread is None:
+            file, over = self._file, self._over
+            self._thread = Worker(lambda: _renew(file, over), name="holdfast-lease")
+            self._thread.start()
 
     def pause(self) -> None:
         """Stop renewing the lease. When this returns, no thread of it is alive."""
@@ -256,18 +110,12 @@ class Lease:
         Returns:
             The living saves with their holders; the leases of the dead by name, with what these say.
         """
-        living, dead = dict[str, LeaseHolder](), dict[str, LeaseHolder | None]()
-        leases = {name: save for name in names if (save := save_of_lease(name)) and name != self.name}
-        if leases:
-            self._store.rewrite(self.name, self._content())
-        now = self._store.modified_ns(self.name) if leases else None
-        for name, save in leases.items():
-            holder = _read_holder(self._store, name)
-            if _is_alive(self._store, name, holder, now):
-                living[save] = holder or _UNKNOWN
-            else:
-                dead[name] = holder
-        return living, dead
+        leases = [name for name in names if save_of_lease(name) and name != self.name]
+        if not leases:
+            return {}, {}
+        # The store gives this file the time that it has now, by its own clock.
+        self._file.rewrite()
+        return living_and_dead(self._store, leases, self._store.modified_ns(self.name))
 
     def check(self) -> None:
         """Raise StorageError if another save took this one for dead: nothing must be committed then."""
@@ -292,56 +140,34 @@ class Lease:
         self._left.set()
 
     def _write_that_it_is_over(self) -> None:
-        holder = LeaseHolder.this_process(shared=self._shared, replaces=self._replaces)
         try:
-            self._store.rewrite(self.name, dataclasses.replace(holder, over=True).encode())
+            self._file.rewrite(over=True)
         except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
             self._left.clear()
             logger.warning("%s: what a save left cannot be noted: %s", self._store.url, error)
 
 
-def _end(
-    store: ByteStore, name: str, claim: Claim, over: threading.Event, left: threading.Event, owner: int
-) -> None:
+def _renew(file: LeaseFile, over: threading.Event) -> None:
+    while not over.wait(RENEWAL_SECONDS):
+        try:
+            if not file.rewrite():
+                return
+        except Exception as error:  # noqa: BLE001, PERF203 - the next renewal may work
+            logger.warning("%s: the lease of a save could not be renewed: %s", file.store.url, error)
+
+
+def _end(file: LeaseFile, claim: Claim, over: threading.Event, left: threading.Event, owner: int) -> None:
     if os.getpid() != owner:
         return
     over.set()
-    _held.discard(name)
+    held_here.discard(file.name)
     try:
         if not left.is_set():
-            store.delete([name])
+            file.store.delete([file.name])
     except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
-        logger.warning("%s: the lease of a save could not be removed: %s", store.url, error)
+        logger.warning("%s: the lease of a save could not be removed: %s", file.store.url, error)
     finally:
         claim.release()
-
-
-def _read_holder(store: ByteStore, name: str) -> LeaseHolder | None:
-    """What a lease says; None if it is over, or cannot be read."""
-    try:
-        return LeaseHolder.decode(store.read(name, max_bytes=_MOST_BYTES))
-    except (OSError, CheckpointError):
-        return None
-
-
-def _is_alive(store: ByteStore, name: str, holder: LeaseHolder | None, now_ns: int | None) -> bool:
-    """Whether the save of a lease goes on."""
-    if holder is None and not store.exists(name):
-        return False
-    if holder and holder.over:
-        return False
-    if holder and name not in _held and holder.identity == _identity(os.getpid()):
-        return False
-    running = holder.is_running() if holder else None
-    if running is not None:
-        return running
-    # Of another machine, or another user's, perhaps, who lets nobody read it: its age must do.
-    renewed_ns = store.modified_ns(name)
-    if renewed_ns is None or now_ns is None:
-        now_ns = time.time_ns()
-        # Nothing is known of it: it is alive until somebody can tell.
-        renewed_ns = holder.renewed_ns if holder else now_ns
-    return now_ns - renewed_ns <= EXPIRY_SECONDS * 1e9
 
 
 class _NoLease(Lease):
@@ -369,7 +195,8 @@ def take_lease(store: ByteStore, save_id: str, *, shared: bool) -> Lease:
     Args:
         store: The place, which exists.
         save_id: The save.
-        shared: For ranks that write their own parts: they may be several, but not beside a joint save.
+        shared: Several ranks may each write their own part at the same time, but not while a joint save
+            runs: True for such a part.
 
     Raises:
         StorageError: Another save is writing there.
@@ -380,14 +207,15 @@ def take_lease(store: ByteStore, save_id: str, *, shared: bool) -> Lease:
             time.sleep(random.uniform(0.1, 1) * _LONGEST_PAUSE)  # noqa: S311 - nothing is to be kept secret
         claim = store.claim(shared=shared)
         if claim is None:
-            raise _taken(store, _somebody(store))
-        lease = (Lease if store.traits.can_list else _NoLease)(store, save_id, shared, claim)
+            raise _taken(store, find_living(store))
+        file = LeaseFile(store, save_id, shared=shared)
+        lease = (Lease if store.traits.can_list else _NoLease)(file, claim)
         try:
             lease.begin()
             living, dead = lease.others(store.names()) if store.traits.can_list else ({}, {})
             in_the_way = [other for other in living.values() if not (shared and other.shared)]
             if not in_the_way:
-                # First of all: who was taken for dead by mistake must not commit any more.
+                # First of all: a save that was taken for dead by mistake must not commit any more.
                 lease.inherit(dead)
                 return lease
         except BaseException:
@@ -395,16 +223,6 @@ def take_lease(store: ByteStore, save_id: str, *, shared: bool) -> Lease:
             raise
         lease.release()
     raise _taken(store, in_the_way[0])
-
-
-def _somebody(store: ByteStore) -> LeaseHolder | None:
-    """Who may be the one that holds the lock of a place, for a message."""
-    for name in store.names():
-        if save_of_lease(name):
-            holder = _read_holder(store, name)
-            if _is_alive(store, name, holder, time.time_ns()):
-                return holder or _UNKNOWN
-    return None
 
 
 def _taken(store: ByteStore, holder: LeaseHolder | None) -> StorageError:

@@ -1,0 +1,114 @@
+"""The file of a lease: what it says, and how it is written and read."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from holdfast._format.names import lease_name
+from holdfast._io.process_identity import ProcessIdentity, this_process
+from holdfast._io.store import ByteStore
+from holdfast.errors import CheckpointError
+
+_MOST_BYTES = 16 << 20  # a lease that replaces files in torch's naming lists them
+
+
+@dataclass(frozen=True)
+class LeaseHolder:
+    """Who writes, as a lease says it.
+
+    Attributes:
+        host, boot, pid_namespace, pid, started: The process, as in ``ProcessIdentity``.
+        shared: Whether other saves of this kind may run beside this one.
+        renewed_ns: When the lease was written, by the clock of its writer, for stores that tell no times.
+        replaces: What the save removes once it has committed: saves whose data files go, and names of data
+            files that tell no save. Who finds the lease of a killed save learns here what that one left.
+        over: Whether the save is over, and the lease stays only for what it could not remove.
+    """
+
+    host: str
+    boot: str
+    pid_namespace: str
+    pid: int
+    started: int
+    shared: bool
+    renewed_ns: int
+    replaces: tuple[str, ...] = ()
+    over: bool = False
+
+    @property
+    def process(self) -> ProcessIdentity:
+        """The process that holds the lease."""
+        return ProcessIdentity(self.host, self.boot, self.pid_namespace, self.pid, self.started)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+UNKNOWN = LeaseHolder("?", "", "", 0, 0, shared=False, renewed_ns=0)
+"""Whoever holds a lease that cannot be read right now: it may be one that is being renewed."""
+
+
+class LeaseFile:
+    """The lease of a save of this process, as a file.
+
+    Args:
+        store: The place.
+        save_id: The save.
+        shared: As in ``LeaseHolder``.
+
+    Attributes:
+        name: The name of the file.
+    """
+
+    def __init__(self, store: ByteStore, save_id: str, *, shared: bool) -> None:
+        self.store, self.name = store, lease_name(save_id)
+        self._shared = shared
+        self._replaces: set[str] = set()
+
+    def write(self) -> None:
+        """Make the file.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        # In one step: a lease that a killed process left half written would name nobody, and keep the place
+        # closed until it expires.
+        for attempt in range(3):
+            try:
+                self.store.replace(self.name, self._content(), durable=False)
+            except FileNotFoundError:  # noqa: PERF203 - a clean-up may take the temporary file for a leftover
+                if attempt == 2:
+                    raise
+            else:
+                return
+
+    def rewrite(self, *, over: bool = False) -> bool:
+        """Renew the file, in any thread; ``over`` as in ``LeaseHolder``. False if it is gone."""
+        return self.store.rewrite(self.name, self._content(over=over))
+
+    def note_replaced(self, replaces: Iterable[str]) -> None:
+        """Write down what the save removes once it has committed, besides what is noted already."""
+        before = len(self._replaces)
+        self._replaces.update(replaces)
+        if len(self._replaces) != before:
+            self.rewrite()
+
+    def _content(self, *, over: bool = False) -> bytes:
+        holder = LeaseHolder(
+            *this_process(),
+            shared=self._shared,
+            renewed_ns=time.time_ns(),
+            replaces=tuple(sorted(self._replaces.copy())),
+            over=over,
+        )
+        return msgspec.json.encode(holder)
+
+
+def read_lease(store: ByteStore, name: str) -> LeaseHolder | None:
+    """What a lease says; None if there is none, or if it cannot be read or is not written completely."""
+    try:
+        return msgspec.json.decode(store.read(name, max_bytes=_MOST_BYTES), type=LeaseHolder)
+    except (OSError, CheckpointError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
