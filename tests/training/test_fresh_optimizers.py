@@ -153,6 +153,19 @@ def test_groups_empty_groups_and_frozen_parameters(make: Make, tmp_path: Path) -
     check_resume(tmp_path, make)
 
 
+def test_empty_groups_get_the_options_of_saved_ones_in_their_order(tmp_path: Path) -> None:
+    def make(model: nn.Module, *rates: float) -> torch.optim.Optimizer:
+        groups: list[dict[str, Any]] = [{"params": [], "lr": rate} for rate in rates]
+        return torch.optim.AdamW([*groups, {"params": list(model.parameters())}])
+
+    model, resumed = make_model(), make_model()
+    saved = holdfast.state_dict.get_optimizer_state_dict(model, make(model, 0.1, 0.2))
+    holdfast.save({"model": model, "optimizer": saved}, checkpoint_id=tmp_path)
+    optimizer = make(resumed, 0.8, 0.9)
+    holdfast.load({"model": resumed, "optimizer": optimizer}, checkpoint_id=tmp_path)
+    assert [group["lr"] for group in optimizer.param_groups][:2] == [0.1, 0.2]
+
+
 def test_tied_weights(tmp_path: Path) -> None:
     def make_tied() -> nn.Module:
         torch.manual_seed(1)

@@ -1,9 +1,10 @@
 """The groups of an optimizer, as a checkpoint has them, brought into the order that an optimizer has now."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
+from holdfast._model_state.saved_groups import SavedGroups
 from holdfast.errors import PlanError
 
 Groups = Sequence[dict[str, Any]]
@@ -37,15 +38,14 @@ def assign_groups(
     saved_names = [name for group in saved for name in group.get("param_names", ())]
     numbers: dict[int, int] = {}
     if any(isinstance(name, str) for name in chain.from_iterable(members)):
-        groups = [_options_by_name(group, saved, members, names()) for group in own]
+        groups = _matched_by_name(own, saved, members, names())
     elif has_own_names and len(saved_names) == sum(map(len, members)) and saved_names != list(names()):
         number_of = {name: number for number, name in enumerate(names())}
         ordered = list(chain.from_iterable(members))
         numbers = {
             old: number_of[name] for old, name in zip(ordered, saved_names, strict=True) if name in number_of
         }
-        saved_members = [list(group["param_names"]) for group in saved]
-        groups = [_options_by_name(group, saved, saved_members, names()) for group in own]
+        groups = _matched_by_name(own, saved, [group["param_names"] for group in saved], names())
     else:
         _check_sizes(members, own, allow_partial=allow_partial, key=key)
         pairs = zip(chain.from_iterable(members), _positions(members, own), strict=True)
@@ -59,16 +59,17 @@ def assign_groups(
     return groups, numbers
 
 
-def _options_by_name(
-    own: Mapping[str, Any], saved: Groups, members: list[list[Any]], names: Sequence[str]
-) -> dict[str, Any]:
-    wanted = {names[number] for number in own["params"]}
+def _matched_by_name(
+    own: Groups, saved: Groups, members: Sequence[Sequence[Any]], names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """The groups of the optimizer with the options of the saved groups that had their parameters."""
+    found = SavedGroups()
     for group, held in zip(saved, members, strict=True):
-        if not wanted.isdisjoint(held):
-            return {**own, **group}
-    # An empty group has no name to be found by: it is the same if it stands in the same place.
-    empty = [group for group, held in zip(saved, members, strict=True) if not held]
-    return {**own, **(empty[0] if empty and not own["params"] else {})}
+        found.add(group, held)
+    return [
+        {**group, **found.take_options([names[n] for n in group["params"]], is_empty=not group["params"])}
+        for group in own
+    ]
 
 
 def _check_sizes(members: list[list[Any]], own: Groups, *, allow_partial: bool, key: str) -> None:

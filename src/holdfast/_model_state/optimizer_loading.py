@@ -14,6 +14,7 @@ from holdfast._model_state.flat_optimizer_state import GROUPS, PARAM_NAMES, PARA
 from holdfast._model_state.optimizer_state_dict import NamedOptimizer, named_optimizers
 from holdfast._model_state.optimizer_tensors import placed_state, received_states
 from holdfast._model_state.rank0_broadcast import SentState
+from holdfast._model_state.saved_groups import SavedGroups
 from holdfast._model_state.state_dict_options import StateDictOptions
 from holdfast._model_state.whole_tensors import changed_leaves
 
@@ -24,21 +25,17 @@ class _SavedOptimizers:
 
     Attributes:
         states: What was kept for each parameter; no entry if nothing was.
-        groups: The options of each group.
-        group_of: The place in ``groups`` for each parameter that any optimizer had.
-        empty: The places of groups without parameters.
+        groups: The groups of all optimizers.
         others: What was kept under keys that are no parameters.
     """
 
     states: dict[Any, Any]
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    group_of: dict[Any, int] = field(default_factory=dict)
-    empty: list[int] = field(default_factory=list)
+    groups: SavedGroups = field(default_factory=SavedGroups)
     others: dict[Any, Any] = field(default_factory=dict)
 
     def known_name(self, names: Iterable[str]) -> str | None:
         """The first of a parameter's names that was saved."""
-        return next((name for name in names if name in self.group_of or name in self.states), None)
+        return next((name for name in names if name in self.groups.place_of or name in self.states), None)
 
 
 @torch.no_grad()
@@ -76,8 +73,10 @@ def _read(state_dict: Mapping[str, Any], named: Sequence[NamedOptimizer]) -> _Sa
             for name in names
         }
         states, options = unflattened(state_dict, current)
-        group_of = {name: place for place, name in enumerate(options)}
-        return _SavedOptimizers(states, list(options.values()), group_of)
+        flat = _SavedOptimizers(states)
+        for name, of_parameter in options.items():
+            flat.groups.add(of_parameter, [name])
+        return flat
     groups = state_dict.get(GROUPS, [])
     numbers = [number for group in groups for number in group[PARAMS]]
     if numbers and all(isinstance(number, int) for number in numbers):
@@ -85,11 +84,11 @@ def _read(state_dict: Mapping[str, Any], named: Sequence[NamedOptimizer]) -> _Sa
     else:
         renamed = {name: name for name in numbers}
     found = _SavedOptimizers({})
-    for place, group in enumerate(groups):
-        found.groups.append({key: value for key, value in group.items() if key != PARAMS})
-        found.group_of.update(dict.fromkeys([renamed[one] for one in group[PARAMS]], place))
-        if not group[PARAMS]:
-            found.empty.append(place)
+    for group in groups:
+        found.groups.add(
+            {key: value for key, value in group.items() if key != PARAMS},
+            [renamed[one] for one in group[PARAMS]],
+        )
     for key, state in state_dict.get(STATE, {}).items():
         is_parameter = key in renamed or not groups
         (found.states if is_parameter else found.others)[renamed.get(key, key)] = state
@@ -141,9 +140,8 @@ def _fitted(
         raise ValueError(
             f"it is not known which optimizer has the state under {', '.join(map(str, saved.others))}"
         )
-    empty = list(saved.empty)
     return [
-        (one, _numbered(one, names, saved, empty, is_whole=options.full_state_dict))
+        (one, _numbered(one, names, saved, is_whole=options.full_state_dict))
         for one, names in zip(named, chosen, strict=True)
     ]
 
@@ -152,7 +150,6 @@ def _numbered(
     one: NamedOptimizer,
     names: Sequence[str | None],
     saved: _SavedOptimizers,
-    empty: list[int],
     *,
     is_whole: bool,
 ) -> dict[str, Any]:
@@ -173,24 +170,14 @@ def _numbered(
     for group in one.optimizer.param_groups:
         numbers = ParameterNumbers(range(begin, begin + len(group[PARAMS])))
         begin += len(numbers)
-        known = [names[number] for number in numbers if names[number] is not None]
-        place = _place_of_group(known, saved, empty, is_empty=not numbers)
-        options = {} if place is None else dict(saved.groups[place])
+        known = [names[number] for number in numbers]
+        options = dict(saved.groups.take_options(known, is_empty=not numbers))
         if PARAM_NAMES in group:
             # They belong to the parameters of this optimizer, in its order.
             options.pop(PARAM_NAMES, None)
         now = {key: value for key, value in group.items() if key != PARAMS}
         groups.append({**now, **options, PARAMS: numbers})
     return {STATE: {**states, **saved.others}, GROUPS: groups}
-
-
-def _place_of_group(
-    known: Sequence[str | None], saved: _SavedOptimizers, empty: list[int], *, is_empty: bool
-) -> int | None:
-    """The saved group whose options a group gets: that of its first parameter; empty ones in their order."""
-    if is_empty:
-        return empty.pop(0) if empty else None
-    return next((saved.group_of[name] for name in known if name in saved.group_of), None)
 
 
 def _own_copy(value: Any) -> Any:

@@ -1,12 +1,12 @@
 """What a checkpoint has below a path, as a nested state of metadata entries."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast._plan.flatten import Path, containers_of, unflatten
 from holdfast.metadata import Metadata
 
-__all__ = ["stored_subclasses", "stored_tree"]
+__all__ = ["outermost_key", "stored_subclasses", "stored_tree"]
 
 
 def stored_tree(metadata: Metadata, path: Sequence[Any]) -> Any:
@@ -37,3 +37,17 @@ def stored_subclasses(metadata: Metadata) -> dict[str, Path]:
         for path, container in containers_of(metadata.planner_data).items()
         if container.tensor is not None
     }
+
+
+def outermost_key(key: str, subclasses: Mapping[str, Path]) -> str:
+    """The key of the tensor that a stored value is a part of; the key itself if it is none.
+
+    Args:
+        key: The flat key of the value.
+        subclasses: The result of ``stored_subclasses``.
+    """
+    if subclasses:
+        for end in (number for number, letter in enumerate(key) if letter == "."):
+            if key[:end] in subclasses:
+                return key[:end]
+    return key
