@@ -15,6 +15,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import PlanError
+from holdfast.state_dict import get_optimizer_state_dict
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -317,3 +318,43 @@ def test_a_failed_load_leaves_a_fresh_optimizer_fresh(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="epoch"):
         holdfast.load({"optimizer": resumed, "epoch": 0}, checkpoint_id=tmp_path)
     assert not resumed.state
+
+
+def test_the_plain_state_dict_of_a_new_optimizer_is_filled(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = with_groups(model)
+    train(model, optimizer, range(3))
+    holdfast.save({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path)
+    resumed = with_groups(make_model())
+    state = {"optimizer": resumed.state_dict()}
+    holdfast.load(state, checkpoint_id=tmp_path, strict=True)
+    resumed.load_state_dict(state["optimizer"])
+    assert_same(resumed.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("kept", [["2.weight"], ["2.bias", "0.weight"], ["0.bias", "2.weight", "0.weight"]])
+def test_named_parameters_that_are_left_keep_their_own_state(kept: list[str], tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    train(model, optimizer, range(3))
+    holdfast.save({"optimizer": optimizer}, checkpoint_id=tmp_path)
+    named, saved = dict(make_model().named_parameters()), dict(model.named_parameters())
+    new = nn.Parameter(torch.zeros(2))
+    resumed = torch.optim.AdamW([("new", new), *((name, named[name]) for name in kept)])
+    holdfast.load({"optimizer": resumed}, checkpoint_id=tmp_path)
+    for name in kept:
+        assert_same(resumed.state[named[name]], optimizer.state[saved[name]])
+    assert not resumed.state.get(new)
+
+
+def test_numbers_are_not_taken_for_names_if_the_groups_differ(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = with_groups(model)
+    train(model, optimizer, range(3))
+    holdfast.save({"optimizer": optimizer}, checkpoint_id=tmp_path)
+    other = make_model()
+    resumed = torch.optim.AdamW(other.parameters())
+    state = {"optimizer": get_optimizer_state_dict(other, resumed)}
+    with pytest.raises(PlanError, match="3 groups of 2, 0, 2 parameters, the optimizer 1 group of 4"):
+        holdfast.load(state, checkpoint_id=tmp_path)
+    assert not state["optimizer"]["state"]

@@ -167,9 +167,9 @@ def test_momentum_that_a_plain_dict_has_no_place_for_is_reported(
     optimizer.step()
     save({"optimizer": optimizer}, tmp_path)
     fresh = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9).state_dict()
+    fresh["state"] = {1: {"momentum_buffer": torch.zeros(2)}}
     hf.load({"optimizer": fresh}, checkpoint_id=tmp_path)
     assert "optimizer.state.0.momentum_buffer" in caplog.text
-    assert "Give load the optimizer itself" in caplog.text
     with pytest.raises(PlanError, match="momentum_buffer"):
         hf.load({"optimizer": fresh}, checkpoint_id=tmp_path, strict=True)
 

@@ -15,6 +15,7 @@ from holdfast._engine.ports import (
     SavePlannerPort,
     WriterPort,
 )
+from holdfast._storage.store_writer import StoreWriter
 from holdfast._torch_compat import (
     our_load_planner,
     our_save_planner,
@@ -61,6 +62,7 @@ def adapt_writer(writer: Any) -> WriterPort:
         expect_files=getattr(ours, "expect_files", _do_nothing),
         summary_of=getattr(ours, "how_to_find_metadata", lambda metadata: metadata),
         abandon_save=getattr(ours, "abandon", _do_nothing),
+        place=os.path.normpath(ours.checkpoint_id) if isinstance(ours, StoreWriter) else None,
     )
 
 

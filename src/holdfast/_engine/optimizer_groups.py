@@ -18,8 +18,10 @@ def assign_groups(
     has_own_names: bool,
     allow_partial: bool,
     key: str,
-) -> tuple[list[dict[str, Any]], dict[int, int]]:
+) -> tuple[list[dict[str, Any]], dict[int, int | None]]:
     """The groups to give to the optimizer, and the new numbers of parameters that were saved under others.
+
+    The new number is None if the optimizer does not have the parameter any more.
 
     Parameters are matched by name if the checkpoint and the optimizer have names, else by their positions.
 
@@ -36,18 +38,16 @@ def assign_groups(
     """
     members = [list(group.get("params", ())) for group in saved]
     saved_names = [name for group in saved for name in group.get("param_names", ())]
-    numbers: dict[int, int] = {}
+    numbers: dict[int, int | None] = {}
     if any(isinstance(name, str) for name in chain.from_iterable(members)):
         groups = _matched_by_name(own, saved, members, names())
     elif has_own_names and len(saved_names) == sum(map(len, members)) and saved_names != list(names()):
         number_of = {name: number for number, name in enumerate(names())}
-        ordered = list(chain.from_iterable(members))
-        numbers = {
-            old: number_of[name] for old, name in zip(ordered, saved_names, strict=True) if name in number_of
-        }
+        ordered = chain.from_iterable(members)
+        numbers = {old: number_of.get(name) for old, name in zip(ordered, saved_names, strict=True)}
         groups = _matched_by_name(own, saved, [group["param_names"] for group in saved], names())
     else:
-        _check_sizes(members, own, allow_partial=allow_partial, key=key)
+        check_sizes(members, own, allow_partial=allow_partial, key=key)
         pairs = zip(chain.from_iterable(members), _positions(members, own), strict=True)
         numbers = {old: new for old, new in pairs if old != new}
         groups = [{**group, **(saved[n] if n < len(saved) else {})} for n, group in enumerate(own)]
@@ -72,7 +72,12 @@ def _matched_by_name(
     ]
 
 
-def _check_sizes(members: list[list[Any]], own: Groups, *, allow_partial: bool, key: str) -> None:
+def check_sizes(members: list[list[Any]], own: Groups, *, allow_partial: bool, key: str) -> None:
+    """Make sure that parameters can be matched by their positions in their groups.
+
+    Raises:
+        PlanError: The groups have other sizes.
+    """
     then, now = [len(group) for group in members], [len(group["params"]) for group in own]
     has_grown = len(then) <= len(now) and all(a <= b for a, b in zip(then, now, strict=False))
     if then == now or (allow_partial and has_grown):
@@ -81,7 +86,8 @@ def _check_sizes(members: list[list[Any]], own: Groups, *, allow_partial: bool, 
         f"{key}: the checkpoint has {_sizes(then)}, the optimizer {_sizes(now)}, and they have no names to "
         "be matched by. "
         + ("Pass allow_partial_load=True to keep what was added as it is. " if has_grown else "")
-        + "Save with get_optimizer_state_dict or TrainingState, which name the parameters.",
+        + "Save with get_optimizer_state_dict or TrainingState, which name the parameters. The optimizer is "
+        "unchanged; other tensors of the state have been loaded.",
         key=key,
         expected=tuple(now),
         found=tuple(then),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from holdfast._engine.optimizer_state_room import FlatRoom, NamedRoom, ObjectRoom
+from holdfast._engine.optimizer_state_room import FlatRoom, NamedRoom, ObjectRoom, PlainRoom
 from holdfast._engine.stateful_objects import OpenedState, entries_of
 from holdfast._parameter_states import ParameterStates
 from holdfast.metadata import Metadata
@@ -30,7 +30,7 @@ class OptimizerRooms:
         self._modules = [inner.owner for inner in found if isinstance(inner.owner, torch.nn.Module)]
         self._owners = {id(inner.opened): inner.owner for inner in found}
         self._allow_partial = allow_partial
-        self._rooms: list[ObjectRoom | NamedRoom | FlatRoom] = []
+        self._rooms: list[ObjectRoom | NamedRoom | PlainRoom | FlatRoom] = []
         self._find(opened, ())
 
     def _find(self, node: Any, path: tuple[Any, ...]) -> None:
@@ -45,6 +45,9 @@ class OptimizerRooms:
                 return
             if isinstance(states, ParameterStates):
                 self._rooms.append(NamedRoom(path, node))
+                return
+            if states == {} and _has_numbers(node["param_groups"]):
+                self._rooms.append(PlainRoom(path, node))
                 return
         if isinstance(owner, torch.nn.Module):
             return
@@ -70,3 +73,13 @@ class OptimizerRooms:
         """After a load that failed: take the room away again."""
         for room in self._rooms:
             room.undo()
+
+
+def _has_numbers(groups: list[Any]) -> bool:
+    """Whether these are the groups of ``Optimizer.state_dict()``, with parameters by number."""
+    return bool(groups) and all(
+        isinstance(group, dict)
+        and isinstance(group.get("params"), list)
+        and all(type(number) is int for number in group["params"])
+        for group in groups
+    )

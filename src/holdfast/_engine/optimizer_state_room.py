@@ -1,4 +1,4 @@
-"""Room in one state dict of an optimizer, in each of its forms: by number, by name, and flattened."""
+"""Room in one state dict of an optimizer, in each of its forms: by number, by name, plain, and flattened."""
 
 import functools
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast._engine.missing_state import StateMaker
-from holdfast._engine.optimizer_groups import assign_groups
+from holdfast._engine.optimizer_groups import assign_groups, check_sizes
 from holdfast._model_state.parameter_names import names_by_parameter
 from holdfast._model_state.state_dict_options import StateDictOptions
 from holdfast._parameter_states import ParameterStates
@@ -67,8 +67,39 @@ class _Room:
     def _maker(self, parameter: torch.Tensor | None) -> StateMaker:
         return StateMaker(parameter, self.layout.is_whole, self.layout.device)
 
+    def check_positions(self) -> None:
+        """Make sure that the groups that were loaded have the sizes of those of the optimizer."""
+        members = [group["params"] for group in self.node["param_groups"]]
+        check_sizes(members, self.before[1], allow_partial=False, key=".".join(map(str, self.path)))
+
     def undo(self) -> None:
         self.node["state"], self.node["param_groups"] = self.before
+
+
+class PlainRoom(_Room):
+    """A new optimizer's own state dict, as a plain dict that is loaded into: its parameters are not known.
+
+    Tensors are made whole, on the host.
+    """
+
+    def __init__(self, path: tuple[Any, ...], node: dict[str, Any]) -> None:
+        super().__init__(path, node, ParameterStates(parameters={}))
+
+    def own_key(self, key: Any, *, are_numbers: bool) -> Any:
+        if not are_numbers:
+            return None
+        return int(key) if str(key).isdecimal() else key
+
+    def settle(self) -> None:
+        states, groups = self.before
+        if self.node["param_groups"] is not groups:
+            self.check_positions()
+            self.node["param_groups"] = [
+                {**own, **saved} for own, saved in zip(groups, self.node["param_groups"], strict=True)
+            ]
+        if self.node["state"] is not states:
+            states.update({self.own_keys.get(key, key): entry for key, entry in self.node["state"].items()})
+            self.node["state"] = states
 
 
 class NamedRoom(_Room):
@@ -85,6 +116,9 @@ class NamedRoom(_Room):
         return key if key in self.layout.parameters else None
 
     def settle(self) -> None:
+        members = [group.get("params", ()) for group in self.node["param_groups"]]
+        if any(isinstance(number, int) for number in chain.from_iterable(members)):
+            self.check_positions()
         loaded = self.node["state"]
         if loaded is not self.layout:
             self.layout.clear()
@@ -126,7 +160,8 @@ class ObjectRoom(_Room):
         if not str(key).isdecimal():
             # Beside numbers it is something that the optimizer keeps for all parameters together.
             return key if are_numbers else self._numbers.get(key)
-        return int(key) if int(key) < len(self.parameters) else None
+        # By name, what has a higher number now may still be one of the optimizer's parameters.
+        return int(key) if self.own_names or int(key) < len(self.parameters) else None
 
     @functools.cached_property
     def _numbers(self) -> dict[str, int]:
@@ -147,6 +182,8 @@ class ObjectRoom(_Room):
         for key, value in self.node["state"].items():
             own = self.own_keys.get(key, key)
             number = numbers.get(own, own)
+            if number is None:
+                continue
             parameter = self.layout.parameters.get(number)
             states[number] = value if number == own else _in_layout_of(parameter, value)
         self.node["state"], self.node["param_groups"] = states, groups

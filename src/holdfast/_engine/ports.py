@@ -82,6 +82,7 @@ class WriterPort:
         summary_of: On the coordinator: what the other ranks are told of the committed checkpoint, given its
             metadata: that itself, or less if the writer can find the metadata again.
         abandon_save: Called by :meth:`abandon`.
+        place: Where it writes to, if all ranks must write to the same place; None if that is not known.
     """
 
     plugin: StorageWriter
@@ -89,6 +90,7 @@ class WriterPort:
     expect_files: Callable[[SavePlan], None]
     summary_of: Callable[[Metadata], Any]
     abandon_save: Callable[..., None]
+    place: str | None = None
 
     def set_up(self, context: SaveContext) -> None:
         """Tell the writer of the save that begins."""

@@ -13,6 +13,7 @@ from holdfast._engine.tensor_subclasses import open_subclasses
 from holdfast._io.progress import ProgressTracker
 from holdfast._plan.write_columns import columns_of
 from holdfast._ranks.exchange import Exchange
+from holdfast.errors import UsageError
 from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan
 from holdfast.storage import WriteResult
@@ -98,7 +99,7 @@ def _run(
         planned = writer.plugin.prepare_global_plan(plans)
         return planned
 
-    def offer() -> tuple[SavePlan, dict[Holders, bytes]]:
+    def offer() -> tuple[SavePlan, dict[Holders, bytes], str | None]:
         state = split_by_rank(state_dict, planner, rank=exchange.rank, world_size=exchange.group_size)
         planner.set_up(
             state_dict=open_subclasses(state) if planner.flattens else state,
@@ -107,11 +108,12 @@ def _run(
         )
         cancellation.check()
         writer.set_up(context)
-        return make_local_plan(), replicas.together()
+        return make_local_plan(), replicas.together(), writer.place
 
-    def merge(offers: list[tuple[SavePlan, dict[Holders, bytes]]]) -> Sequence[SavePlan | None]:
-        offered.extend(plan for plan, _ in offers)
-        if differ(marks for _, marks in offers):
+    def merge(offers: list[tuple[SavePlan, dict[Holders, bytes], str | None]]) -> Sequence[SavePlan | None]:
+        _check_places([place for _, _, place in offers])
+        offered.extend(plan for plan, _, _ in offers)
+        if differ(marks for _, marks, _ in offers):
             return [None] * len(offers)
         return make_global_plan(offered)
 
@@ -146,3 +148,16 @@ def _run(
         return [metadata if rank == exchange.rank else told for rank in range(exchange.world_size)]
 
     return writer.metadata_of(exchange.decide("write", write, commit))
+
+
+def _check_places(places: Sequence[str | None]) -> None:
+    """Raise if ranks write to different places: no place would have the whole checkpoint."""
+    for rank, place in enumerate(places):
+        if place != places[0]:
+            raise UsageError(
+                f"all ranks must save to the same place, but rank 0 saves to {places[0]} and rank {rank} to "
+                f"{place}. Make the name on one rank and broadcast it; leave rank and time out of it.",
+                rank=rank,
+                expected=places[0],
+                found=place,
+            )

@@ -11,6 +11,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from holdfast._model_state.whole_tensors import changed_leaves
+from holdfast._tensors.tensor_parts import has_parts
 
 WINDOW = 32 << 20
 """Bytes sent at once: tensors that are smaller travel together, and a larger one alone."""
@@ -77,6 +78,9 @@ class SentState:
         """
         if problem is None and any(isinstance(one, DTensor | ShardedTensor) for one in self._sources):
             problem = ValueError("broadcast_from_rank0 needs a whole state dict; rank 0 has sharded tensors")
+        unknown = [type(one).__name__ for one in self._sources if has_parts(type(one))]
+        if problem is None and unknown:
+            problem = TypeError(f"broadcast_from_rank0 cannot send tensors of the class {unknown[0]}")
         text = None if problem is None else f"{type(problem).__name__}: {problem}"
         answers: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(answers, (text, note))

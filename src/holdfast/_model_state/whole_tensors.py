@@ -22,7 +22,7 @@ def changed_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
         return made
     if type(tree) is list:
         return [changed_leaves(value, change) for value in tree]
-    if isinstance(tree, tuple):
+    if isinstance(tree, tuple) and not isinstance(tree, torch.Size):
         values = [changed_leaves(value, change) for value in tree]
         return tuple(values) if type(tree) is tuple else type(tree)(*values)
     return change(tree)

@@ -196,22 +196,13 @@ def _check_unexpected(
         more = ", ..." if len(forgotten) > _MOST_EXAMPLES else ""
         logger.warning(
             "%d value(s) of the checkpoint are not loaded, because the state does not have them: %s%s "
-            "(strict=True makes this an error, strict=False hides it)%s",
+            "(strict=True makes this an error, strict=False hides it)",
             *(
                 len(forgotten),
                 ", ".join(forgotten[:_MOST_EXAMPLES]),
                 more,
-                _optimizer_remedy(state, forgotten),
             ),
         )
-
-
-def _optimizer_remedy(state: dict[str, Any], forgotten: list[str]) -> str:
-    """What to do if the state is the plain state dict of a new optimizer, which has no place for momenta."""
-    optimizers = {key[: key.index("param_groups.")] for key in state if "param_groups." in key}
-    if not any(key.startswith(f"{name}state.") for name in optimizers for key in forgotten):
-        return ""
-    return ". Give load the optimizer itself, or what get_optimizer_state_dict returns, to have it made"
 
 
 def _root(key: str, paths: dict[str, Any]) -> str:

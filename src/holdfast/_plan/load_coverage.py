@@ -11,7 +11,7 @@ from holdfast._plan.read_columns import keys_of, stored_keys_of
 from holdfast._tensors.chunks import global_shape, is_tensor, local_parts
 from holdfast.load_result import LoadResult
 from holdfast.metadata import Metadata
-from holdfast.per_rank import rank_key
+from holdfast.per_rank import RankKey, rank_key
 from holdfast.planner import LoadPlan
 
 
@@ -42,15 +42,19 @@ def cover(plan: LoadPlan, state: Mapping[str, Any] | None, metadata: Metadata) -
     return LoadResult(tuple(loaded), tuple(left_alone), tuple(not_asked_for))
 
 
-def own_places(keys: Iterable[str]) -> set[str]:
-    """The places of the PerRank values among some flat keys."""
-    return {told.place for key in keys if (told := rank_key(key)) is not None}
+def own_places(keys: Iterable[str]) -> dict[str, set[RankKey]]:
+    """The places of the PerRank values among some flat keys, with the ranks whose values are there."""
+    places: dict[str, set[RankKey]] = {}
+    for key in keys:
+        if (told := rank_key(key)) is not None:
+            places.setdefault(told.place, set()).add(told)
+    return places
 
 
-def is_of_another_rank(key: str, own: set[str]) -> bool:
+def is_of_another_rank(key: str, own: dict[str, set[RankKey]]) -> bool:
     """Whether a key belongs to another rank, at a place where this rank has a value of its own."""
     told = rank_key(key)
-    return told is not None and told.place in own
+    return told is not None and told.place in own and told not in own[told.place]
 
 
 def _divide(

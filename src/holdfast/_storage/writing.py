@@ -168,8 +168,11 @@ class _Work:
 
 
 def _deal(nbytes: Sequence[int], count: int) -> list[Sequence[int]]:
-    """Lines in ``count`` groups of about the same number of bytes; no group is empty unless all are."""
-    count = max(1, min(count, len(nbytes)))
+    """Lines in at most ``count`` groups of about the same number of bytes; no group is empty."""
+    if not len(nbytes):
+        # A file without items would be named by nobody, so that no later save could remove it.
+        return []
+    count = min(count, len(nbytes))
     if count == 1:
         return [range(len(nbytes))]
     groups: list[list[int]] = [[] for _ in range(count)]
