@@ -25,7 +25,6 @@ def start(folder: Path, ranks: int, steps: int) -> "subprocess.Popen[str]":
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
     )
 
 
@@ -40,7 +39,12 @@ def test_a_newcomer_resumes_on_two_ranks_what_four_ranks_began(tmp_path: Path) -
     for line in first.stdout:
         if "step 25 " in line:
             break
-    os.killpg(first.pid, signal.SIGKILL)
+    # Ranks have sessions of their own, and outlive torchrun.
+    threads = Path(f"/proc/{first.pid}/task").glob("*/children")
+    ranks = [pid for children in threads for pid in children.read_text().split()]
+    assert len(ranks) == 4
+    for pid in [first.pid, *map(int, ranks)]:
+        os.kill(pid, signal.SIGKILL)
     first.communicate()
     saved: dict[str, Any] = {"training": {"step": 0}}
     holdfast.load(saved, checkpoint_id=tmp_path / "checkpoints" / "last", strict=False)

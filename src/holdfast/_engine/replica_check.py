@@ -107,13 +107,12 @@ class Replicas:
             warnings.warn(_warning(different, self.exchange.rank), stacklevel=2)
             return planned
 
-        answer = self.exchange.decide("compare replicas", self._by_value, compare)
+        # Both are still the step "plan" to who reads an error: what fails in them is planning.
+        answer = self.exchange.decide("plan", self._by_value, compare)
         if not isinstance(answer, _Kept):
             return answer
         told = answer
-        return self.exchange.decide(
-            "plan values of ranks", lambda: self._keep(told, make_local_plan), plan_all
-        )
+        return self.exchange.decide("plan", lambda: self._keep(told, make_local_plan), plan_all)
 
     def _by_value(self) -> _Marks:
         marks = _Marks({}, {})
