@@ -9,7 +9,7 @@ __all__ = ["ParameterStates"]
 
 
 class ParameterStates(dict[Any, Any]):
-    """The part of an optimizer's state dict that has an entry for each parameter.
+    """The part of an optimizer's state dict that has an entry for each parameter, or all of a flattened one.
 
     It is a dict like any other. A load uses what else it knows: an optimizer that has not taken a step has
     no state yet, and what is missing in the dict and stands in the checkpoint is made and loaded.
@@ -19,8 +19,6 @@ class ParameterStates(dict[Any, Any]):
     Args:
         states: The entries. They are keyed by the names of the parameters, or are empty.
         parameters: The parameters by name, in the order in which the optimizer numbers them.
-        is_flat: True if the dict is a whole optimizer state dict in the flattened form, with keys such as
-            ``state.<name>.exp_avg``; False if it is only what stands under ``"state"``.
         is_whole: Make every tensor whole, whatever layout the parameter has.
         device: Where to make tensors; None for the device of the parameter.
     """
@@ -30,13 +28,11 @@ class ParameterStates(dict[Any, Any]):
         states: Mapping[Any, Any] | Iterable[tuple[Any, Any]] = (),
         *,
         parameters: Mapping[Any, torch.Tensor],
-        is_flat: bool = False,
         is_whole: bool = False,
         device: torch.device | None = None,
     ) -> None:
         super().__init__(states)
         self.parameters = parameters
-        self.is_flat = is_flat
         self.is_whole = is_whole
         self.device = device
 

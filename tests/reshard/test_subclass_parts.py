@@ -239,7 +239,7 @@ def test_room_for_the_state_of_a_divided_parameter_is_made_from_the_checkpoint(
         parameter = rank.distribute(torch.ones(10, 8), rank.mesh(*layout[0]), layout[1])
         if is_flat:
             flat = {f"state.{name}.exp_avg": value["exp_avg"] for name, value in moment.items()}
-            return ParameterStates(flat, parameters={"w": parameter}, is_flat=True)
+            return ParameterStates(flat, parameters={"w": parameter})
         states = ParameterStates(moment, parameters={"w": parameter})
         return {"state": states, "param_groups": [{"params": ["w"]}]}
 

@@ -1,6 +1,5 @@
 """PerRank values, wherever they stand in a state: named by rank, and given back what is loaded."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,13 @@ import torch
 from holdfast._engine.meta_modules import MetaTensors
 from holdfast._engine.ports import LoadPlannerPort, SavePlannerPort
 from holdfast._engine.saved_by_rank import ABSENT, Path, find, flat, has_value, saved_places
-from holdfast._engine.stateful_objects import OpenedState, entries_of, open_states, return_states
+from holdfast._engine.stateful_objects import (
+    OpenedState,
+    copy_with,
+    entries_of,
+    open_states,
+    return_states,
+)
 from holdfast.default_planner import EmptyStateDictLoadPlanner
 from holdfast.errors import DtypeMismatchError, PlanError, ShapeMismatchError, UsageError
 from holdfast.metadata import Metadata
@@ -91,11 +96,7 @@ class _PerRankWalk:
                 changed[key] = opened
         if not changed:
             return value
-        copied: Any = list(value) if isinstance(value, list) else dict(value)
-        if isinstance(value, OrderedDict):
-            copied = OrderedDict(value)
-        for key, opened in changed.items():
-            copied[key] = opened
+        copied = copy_with(value, changed)
         self.copies.append((value, copied))
         return copied
 

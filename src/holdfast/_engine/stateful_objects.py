@@ -89,6 +89,16 @@ def entries_of(container: Any) -> Iterable[tuple[Any, Any]]:
     return container.items() if isinstance(container, Mapping) else enumerate(container)
 
 
+def copy_with(container: Any, changed: Mapping[Any, Any]) -> Any:
+    """A dict, OrderedDict or list like ``container``, with other values under some keys or positions."""
+    copied: Any = list(container) if isinstance(container, list) else dict(container)
+    if isinstance(container, OrderedDict):
+        copied = OrderedDict(container)
+    for key, value in changed.items():
+        copied[key] = value
+    return copied
+
+
 def return_states(
     original: dict[Any, Any] | Stateful, opened: dict[Any, Any], found: list[OpenedState]
 ) -> None:

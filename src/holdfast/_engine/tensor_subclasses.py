@@ -1,6 +1,5 @@
 """Tensor subclasses, wherever they stand in a state: replaced by their parts, and filled by a load."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast._engine.ports import LoadPlannerPort
 from holdfast._engine.saved_by_rank import Path, find, flat
-from holdfast._engine.stateful_objects import entries_of
+from holdfast._engine.stateful_objects import copy_with, entries_of
 from holdfast._plan.fit import check_dtype, warn_of_casts
 from holdfast._plan.fit_report import FitReport
 from holdfast._plan.flatten import containers_of
@@ -91,11 +90,7 @@ class _SubclassWalk:
                 changed[key] = opened
         if not changed:
             return value
-        copied: Any = list(value) if isinstance(value, list) else dict(value)
-        if isinstance(value, OrderedDict):
-            copied = OrderedDict(value)
-        for key, opened in changed.items():
-            copied[key] = opened
+        copied = copy_with(value, changed)
         self.copies.append((value, copied))
         return copied
 

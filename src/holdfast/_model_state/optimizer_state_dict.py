@@ -102,7 +102,6 @@ def read_optimizers(
     made = ParameterStates(
         found if is_flat else found[STATE],
         parameters=parameters,
-        is_flat=is_flat,
         is_whole=options.full_state_dict,
         device=torch.device("cpu") if options.cpu_offload else None,
     )
