@@ -1,0 +1,94 @@
+"""Owns the choice between the page cache and the way past it: its names, and how much the cache may take."""
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from typing import Literal, TypeAlias, cast, get_args
+
+from holdfast.errors import UsageError
+
+PageCache: TypeAlias = Literal["auto", "keep", "bypass"]
+"""What a save or a load leaves in the page cache: what pays off, all, or nothing."""
+
+_CHOICES = get_args(PageCache)
+
+_SPARE = 2
+"""Memory must have room for what is to be cached this many times over: who runs beside us needs some too."""
+
+
+def check_page_cache(value: object) -> PageCache:
+    """Return ``value`` if it is one of the choices, else raise UsageError."""
+    if value not in _CHOICES:
+        raise UsageError(
+            f"page_cache must be one of {', '.join(map(repr, _CHOICES))}, not {value!r}", found=value
+        )
+    return cast("PageCache", value)
+
+
+def room_for(nbytes: int, *, proc: str = "/proc") -> bool:
+    """Whether the page cache may take ``nbytes`` more without pushing out what others use.
+
+    The rule: ``MemAvailable`` of the machine is at least twice as much; and so is, in this process's memory
+    cgroup and each one above it, the limit less what is used, where clean pages that nobody has used twice
+    (``inactive_file``) count as not used. A system that does not tell has no room.
+
+    Args:
+        nbytes: How many bytes are to be cached.
+        proc: Where the kernel tells of this process and of the machine.
+    """
+    try:
+        available = _field(f"{proc}/meminfo", "MemAvailable:") * 1024
+    except (OSError, ValueError):
+        return False
+    return min([available, *map(_left_in, _memory_cgroups(proc))]) >= _SPARE * nbytes
+
+
+def _left_in(folder: str) -> float:
+    """What is left in one cgroup, of either version; endless if it has no limit."""
+    names = "memory.max", "memory.current", "inactive_file "
+    if not os.path.exists(f"{folder}/{names[0]}"):
+        names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "
+    limit, used, unused = names
+    try:
+        left = int(_lines(f"{folder}/{limit}")[0]) - int(_lines(f"{folder}/{used}")[0])
+        return left + _field(f"{folder}/memory.stat", unused)
+    except (OSError, ValueError):  # "max" is no number; the top of the tree has no such files
+        return math.inf
+
+
+def _memory_cgroups(proc: str) -> Iterator[str]:
+    """The folder of this process's memory cgroup, and of those above it, in the trees of both versions."""
+    try:
+        own, mounts = _lines(f"{proc}/self/cgroup"), _lines(f"{proc}/self/mountinfo")
+    except OSError:
+        return
+    paths: dict[str, str] = {}
+    for line in own:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            paths["cgroup2"] = path
+        elif "memory" in controllers.split(","):
+            paths["cgroup"] = path
+    for line in mounts:
+        left, _, right = line.partition(" - ")
+        fields, (kind, _, options) = left.split(" "), right.split(" ")[:3]
+        if kind not in paths or (kind == "cgroup" and "memory" not in options.split(",")):
+            continue
+        # In a container the mount shows a part of the tree, and the path may be that of the whole tree.
+        root, top = fields[3].rstrip("/"), fields[4].rstrip("/")
+        path = paths[kind].rstrip("/")
+        folder = top + path[len(root) :] if path.startswith(root) else top
+        while len(folder) >= len(top):
+            yield folder
+            folder = os.path.dirname(folder)
+
+
+def _lines(path: str) -> list[str]:
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:
+        return file.read().splitlines()
+
+
+def _field(path: str, name: str) -> int:
+    found = next((line for line in _lines(path) if line.startswith(name)), "")
+    return int(re.sub(r"\D", "", found[len(name) :]))
