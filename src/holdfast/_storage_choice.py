@@ -3,6 +3,7 @@
 import os
 from typing import Literal, TypeAlias
 
+from holdfast._io.page_cache import PageCache
 from holdfast._io.places import open_place
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import UsageError
@@ -14,7 +15,11 @@ Place: TypeAlias = str | os.PathLike[str]
 
 
 def choose_writer(
-    writer: StorageWriter | None, checkpoint_id: Place | None, *, overwrite: bool | None = None
+    writer: StorageWriter | None,
+    checkpoint_id: Place | None,
+    *,
+    overwrite: bool | None = None,
+    page_cache: PageCache | None = None,
 ) -> StorageWriter:
     """The caller's writer at the caller's place, or a new one that suits the place.
 
@@ -23,10 +28,12 @@ def choose_writer(
     """
     if writer is None:
         place = _place(checkpoint_id, "storage_writer")
-        writer = FileSystemWriter(place, overwrite=overwrite is not False)
+        writer = FileSystemWriter(place, overwrite=overwrite is not False, page_cache=page_cache or "auto")
         checkpoint_id = None  # it is there already
     elif overwrite is not None:
         raise _belongs_elsewhere("overwrite", overwrite, writer)
+    elif page_cache is not None:
+        raise _belongs_elsewhere("page_cache", page_cache, writer)
     writer.reset(checkpoint_id)
     return writer
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from holdfast._file_system import FileSystem, FileSystemBase, open_file_system
+from holdfast._io.page_cache import PageCache, check_page_cache
 from holdfast._io.store import ByteStore
 from holdfast._storage.store_reader import StoreReader
 from holdfast._storage.store_writer import DEFAULT_BUDGET, StoreWriter
@@ -39,13 +40,18 @@ class _OfFileSystem:
 
     fs: FileSystemBase
     path: str | os.PathLike[str]
+    page_cache: PageCache = "auto"
     _opened: "tuple[FileSystemBase, str | os.PathLike[str], ByteStore] | None" = None
 
     @property
     def store(self) -> ByteStore:
         """The folder. A relative path means the same one until the next ``reset``, also after a ``chdir``."""
         if self._opened is None or self._opened[0] is not self.fs or self._opened[1] != self.path:
-            self._opened = (self.fs, self.path, open_file_system(self.fs, self.path))
+            self._opened = (
+                self.fs,
+                self.path,
+                open_file_system(self.fs, self.path, page_cache=self.page_cache),
+            )
         return self._opened[2]
 
     @property
@@ -83,6 +89,9 @@ class FileSystemWriter(_OfFileSystem, StoreWriter, BlockingAsyncStager):
         serialization_format: Only ``TORCH_SAVE``.
         torch_compatible: Write what stock torch needs to read the checkpoint, too.
         memory_budget: The most bytes of memory taken besides the state.
+        page_cache: What large files leave in the page cache. ``"auto"``: everything, where the disk is slower
+            than memory by a factor of two and memory has room, so that a restarted job loads from memory;
+            nothing elsewhere. ``"keep"``: everything. ``"bypass"``: nothing.
     """
 
     def __init__(
@@ -99,11 +108,13 @@ class FileSystemWriter(_OfFileSystem, StoreWriter, BlockingAsyncStager):
         *,
         torch_compatible: bool = True,
         memory_budget: int = DEFAULT_BUDGET,
+        page_cache: PageCache = "auto",
     ) -> None:
         if serialization_format is not SerializationFormat.TORCH_SAVE:
             raise UsageError("FileSystemWriter writes TORCH_SAVE only; safetensors are not written yet")
         self.fs = FileSystem()
         self.path = self.fs.init_path(path)
+        self.page_cache = check_page_cache(page_cache)
         StoreWriter.__init__(
             self,
             None,

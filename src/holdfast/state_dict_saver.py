@@ -23,6 +23,7 @@ from holdfast._engine.adapt import adapt_save_planner, adapt_writer, stages_itse
 from holdfast._engine.save import run_save
 from holdfast._engine.stateful_objects import open_states
 from holdfast._engine.tensor_subclasses import open_subclasses
+from holdfast._io.page_cache import PageCache
 from holdfast._io.progress import Progress, ProgressTracker
 from holdfast._ranks.exchange import Exchange
 from holdfast._ranks.group_exchange import DEFAULT_PEER_TIMEOUT, open_exchange
@@ -63,6 +64,7 @@ def save(
     no_dist: bool = False,
     use_collectives: bool = True,
     overwrite: bool | None = None,
+    page_cache: PageCache | None = None,
     check_replicas: bool | Literal["full", "raise"] | None = None,
     peer_timeout: float = DEFAULT_PEER_TIMEOUT,
     on_progress: Callable[[Progress], object] | None = None,
@@ -95,6 +97,8 @@ def save(
             communicate.
         overwrite: False: raise if the folder has a checkpoint already. Not with ``storage_writer``, which
             has this option itself.
+        page_cache: What the files leave in the page cache, "auto", "keep" or "bypass", as for
+            :class:`FileSystemWriter`. Not with ``storage_writer``.
         check_replicas: As for :class:`DefaultSavePlanner`. Not with ``planner``.
         peer_timeout: After how many seconds without a sign of life a rank is taken for dead, and all
             others raise. Slow storage is not silence: a rank that writes for hours is waited for.
@@ -121,7 +125,7 @@ def save(
     ) as exchange:
         running_saves.come_after(exchange, process_group, checkpoint_id, storage_writer, planner)
         opened, _ = open_states(state_dict)
-        writer = choose_writer(storage_writer, checkpoint_id, overwrite=overwrite)
+        writer = choose_writer(storage_writer, checkpoint_id, overwrite=overwrite, page_cache=page_cache)
         chosen = choose_save_planner(planner, check_replicas=check_replicas)
         tracker = ProgressTracker.reporting_to(on_progress)
         return _save(opened, writer, chosen, exchange, use_collectives=use_collectives, progress=tracker)
@@ -206,6 +210,7 @@ def async_save(
     no_dist: bool = False,
     use_collectives: bool = True,
     overwrite: bool | None = None,
+    page_cache: PageCache | None = None,
     check_replicas: bool | Literal["full", "raise"] | None = None,
     when_busy: WhenBusy = "wait",
     peer_timeout: float = DEFAULT_PEER_TIMEOUT,
@@ -234,6 +239,7 @@ def async_save(
         no_dist: Save from this process alone, whatever groups there are.
         use_collectives: False: each rank saves its own part and does not communicate.
         overwrite: As for :func:`save`.
+        page_cache: As for :func:`save`.
         check_replicas: As for :func:`save`.
         when_busy: What to do while an earlier save that shares something with this one is not done, on any
             rank: ``"wait"`` for it, ``"skip"`` this one, or ``"raise"``.
@@ -297,7 +303,9 @@ def async_save(
             start_writer_process(wait=False)
 
         opened, _ = open_states(state_dict)
-        writer = adapt_writer(choose_writer(storage_writer, checkpoint_id, overwrite=overwrite))
+        writer = adapt_writer(
+            choose_writer(storage_writer, checkpoint_id, overwrite=overwrite, page_cache=page_cache)
+        )
         planner_port = adapt_save_planner(choose_save_planner(planner, check_replicas=check_replicas))
         if planner_port.flattens:
             # Their parts are copied as memory; the tensors themselves would be as objects.

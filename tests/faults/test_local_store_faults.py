@@ -21,6 +21,7 @@ from tests.support.tools import as_nobody, small_disk, traced_calls
 
 from holdfast._io.blocks import BlockSums
 from holdfast._io.local import LocalStore
+from holdfast._io.page_cache import PageCache
 from holdfast.errors import StorageError, TruncatedFileError
 
 pytestmark = pytest.mark.one_core
@@ -35,9 +36,9 @@ def _nothing_is_leaked() -> Iterator[None]:
     assert (set(threading.enumerate()), len(os.listdir("/proc/self/fd"))) == before
 
 
-@pytest.fixture(params=["past the page cache", "through the page cache"])
+@pytest.fixture(params=["bypass", "keep", "auto"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path, direct_writes=request.param == "past the page cache")
+    return LocalStore(tmp_path, page_cache=request.param)
 
 
 def test_a_file_size_limit_is_raised_with_errno_and_path(store: LocalStore, tmp_path: Path) -> None:
@@ -89,9 +90,9 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_a_full_disk_is_raised_with_errno_and_path(disk: Path, direct: bool) -> None:
-    store = LocalStore(disk / "checkpoint", direct_writes=direct)
+@pytest.mark.parametrize("page_cache", ["bypass", "keep"])
+def test_a_full_disk_is_raised_with_errno_and_path(disk: Path, page_cache: PageCache) -> None:
+    store = LocalStore(disk / "checkpoint", page_cache=page_cache)
     store.make()
     store.replace(".metadata", b"old" * 1000)
     with pytest.raises(OSError) as caught:
@@ -166,7 +167,7 @@ def test_reading_needs_read_access_only() -> None:
 
 
 def test_a_file_cut_short_after_it_was_opened_is_noticed(tmp_path: Path) -> None:
-    for store in (LocalStore(tmp_path), LocalStore(tmp_path, direct_reads=False)):
+    for store in (LocalStore(tmp_path), LocalStore(tmp_path, page_cache="keep")):
         with store.create("f") as file:
             file.write(bytes(9 * MIB))
         with store.open("f") as reader:
@@ -267,7 +268,7 @@ def test_a_file_system_that_refuses_direct_writes_late_gets_plain_ones(
         return pwritev(fd, views, offset)
 
     monkeypatch.setattr(os, "pwritev", picky)
-    store, data = LocalStore(tmp_path), os.urandom(40 * MIB + 1)
+    store, data = LocalStore(tmp_path, page_cache="bypass"), os.urandom(40 * MIB + 1)
     with store.create("f") as file:
         file.write(data)
     assert refused == [0]

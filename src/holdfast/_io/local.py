@@ -10,11 +10,14 @@ from typing_extensions import Buffer
 
 from holdfast._format.names import METADATA, temporary_name
 from holdfast._io.local_buffers import BUFFER_NBYTES
+from holdfast._io.local_calls import flush_to_disk, naming, write_fully
 from holdfast._io.local_claim import claim_folder
 from holdfast._io.local_reader import LocalReader
-from holdfast._io.local_writer import LocalWriter, flush_to_disk, naming, write_fully
+from holdfast._io.local_writer import LocalWriter
+from holdfast._io.page_cache import PageCache
 from holdfast._io.store import ByteStore, Claim, check_name, taken_name
 from holdfast._io.streams import byte_view
+from holdfast._io.write_back import BufferOutput
 from holdfast.errors import CheckpointNotFoundError, NotAFolderError, StorageError, UnsafeMetadataError
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -31,23 +34,18 @@ class LocalStore(ByteStore):
 
     Args:
         path: The folder. It need not exist until ``make``.
-        direct_writes: Write large durable files past the page cache where the file system can.
-        direct_reads: Read large cold ranges past the page cache where the file system can. That is
-            faster for one reader; turn it off where several processes of a machine read the same bytes,
-            of which the page cache would fetch one copy for all.
+        page_cache: What large files leave in the page cache when they are written durably, or read.
     """
 
     def __init__(
         self,
         path: "str | os.PathLike[str]",
         *,
-        direct_writes: bool = True,
-        direct_reads: bool = True,
+        page_cache: PageCache = "auto",
     ) -> None:
         self.url = os.fspath(path)
         self._folder = os.path.abspath(self.url)
-        self._direct_writes = direct_writes
-        self._direct_reads = direct_reads
+        self._page_cache: PageCache = page_cache
 
     def make(self) -> None:
         """Make the folder and those above it, durably; see ByteStore."""
@@ -73,8 +71,10 @@ class LocalStore(ByteStore):
             fd = os.open(path, _NEW, 0o666)
         except FileExistsError as error:
             raise taken_name(path) from error
-        small = nbytes_hint is not None and nbytes_hint < BUFFER_NBYTES
-        return LocalWriter(path, fd, durable=durable, direct=self._direct_writes and durable and not small)
+        nbytes = BUFFER_NBYTES if nbytes_hint is None else nbytes_hint
+        is_buffered = durable and nbytes >= BUFFER_NBYTES
+        output = BufferOutput(fd, self._page_cache, nbytes) if is_buffered else None
+        return LocalWriter(path, fd, durable=durable, output=output)
 
     def open(self, name: str) -> LocalReader:
         """Open a file for reading; see ByteStore."""
@@ -94,7 +94,7 @@ class LocalStore(ByteStore):
             os.close(fd)
             raise _not_regular(path)
         os.set_blocking(fd, True)
-        return LocalReader(path, fd, direct=self._direct_reads)
+        return LocalReader(path, fd, direct=self._page_cache != "keep")
 
     def replace(self, name: str, *pieces: Buffer, durable: bool = True) -> None:
         """Put the pieces under ``name`` in one atomic step; see ByteStore."""

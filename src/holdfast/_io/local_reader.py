@@ -11,7 +11,7 @@ from typing_extensions import Buffer
 from holdfast._io.blocks import STEP, BlockChecker, BlockSums
 from holdfast._io.file_access import FileReader
 from holdfast._io.local_buffers import BUFFER_NBYTES, borrow, give_back
-from holdfast._io.local_writer import O_DIRECT, PAGE, naming
+from holdfast._io.local_calls import O_DIRECT, PAGE, naming
 from holdfast._io.streams import byte_view
 
 SPAN = 32 << 20
