@@ -10,10 +10,12 @@ from holdfast.errors import UsageError
 MIB = 1 << 20
 
 
-def kernel(folder: Path, *, available: int, cgroups: str, mounts: str) -> str:
+def kernel(folder: Path, *, free: int, clean: int = 0, cgroups: str = "", mounts: str = "") -> str:
     """A folder like /proc that tells of that much memory, these cgroups and these mounts."""
     (folder / "self").mkdir(parents=True)
-    (folder / "meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable: {available // 1024} kB\nBuffers: 1 kB\n")
+    (folder / "meminfo").write_text(
+        f"MemTotal: 9 kB\nMemFree: {free // 1024} kB\nInactive: 8 kB\nInactive(file): {clean // 1024} kB\n"
+    )
     (folder / "self/cgroup").write_text(cgroups)
     (folder / "self/mountinfo").write_text(mounts)
     return str(folder)
@@ -32,10 +34,16 @@ def test_a_choice_is_one_of_three() -> None:
         check_page_cache("never")
 
 
-def test_the_machine_must_have_twice_as_much_to_spare(tmp_path: Path) -> None:
-    proc = kernel(tmp_path / "proc", available=100 * MIB, cgroups="", mounts="")
+def test_twice_as_much_must_be_free(tmp_path: Path) -> None:
+    proc = kernel(tmp_path / "proc", free=100 * MIB, clean=50 * MIB)
     assert room_for(50 * MIB, proc=proc)
     assert not room_for(50 * MIB + 1, proc=proc)
+
+
+def test_or_four_times_as_much_free_or_clean(tmp_path: Path) -> None:
+    proc = kernel(tmp_path / "proc", free=40 * MIB, clean=360 * MIB)
+    assert room_for(100 * MIB, proc=proc)
+    assert not room_for(100 * MIB + 1, proc=proc)
 
 
 def test_a_system_that_does_not_tell_has_no_room(tmp_path: Path) -> None:
@@ -46,14 +54,14 @@ def test_every_cgroup_above_the_process_must_have_room(tmp_path: Path) -> None:
     top = tmp_path / "tree"
     proc = kernel(
         tmp_path / "proc",
-        available=1000 * MIB,
+        free=1000 * MIB,
         cgroups="1:cpu:/else\n0::/job/rank\n",
         mounts=f"30 23 0:26 / {top} rw,nosuid - cgroup2 cgroup2 rw\n",
     )
     version_2(top / "job/rank", "max", 90 * MIB, 0)
     version_2(top / "job", 100 * MIB, 90 * MIB, 30 * MIB)
-    assert room_for(20 * MIB, proc=proc)  # 10 MiB are free, and 30 can be had for nothing
-    assert not room_for(21 * MIB, proc=proc)
+    assert room_for(10 * MIB, proc=proc)  # 10 MiB are free, and 30 can be had for nothing
+    assert not room_for(11 * MIB, proc=proc)
 
 
 def test_limits_of_version_1_count_where_a_container_sees_a_part_of_the_tree(tmp_path: Path) -> None:
@@ -61,7 +69,7 @@ def test_limits_of_version_1_count_where_a_container_sees_a_part_of_the_tree(tmp
     top.mkdir()
     proc = kernel(
         tmp_path / "proc",
-        available=1000 * MIB,
+        free=1000 * MIB,
         cgroups="4:cpu,memory:/docker/abc\n0::/\n",
         mounts=(
             f"30 23 0:26 /docker/abc {tmp_path / 'cpu'} rw - cgroup cgroup rw,cpuset\n"
@@ -71,5 +79,5 @@ def test_limits_of_version_1_count_where_a_container_sees_a_part_of_the_tree(tmp
     (top / "memory.limit_in_bytes").write_text(f"{64 * MIB}\n")
     (top / "memory.usage_in_bytes").write_text(f"{60 * MIB}\n")
     (top / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {6 * MIB}\n")
-    assert room_for(5 * MIB, proc=proc)
-    assert not room_for(6 * MIB, proc=proc)
+    assert room_for(2 * MIB, proc=proc)
+    assert not room_for(3 * MIB, proc=proc)

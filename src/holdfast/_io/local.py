@@ -46,6 +46,7 @@ class LocalStore(ByteStore):
         self.url = os.fspath(path)
         self._folder = os.path.abspath(self.url)
         self._page_cache: PageCache = page_cache
+        self._nbytes_created = 0
 
     def make(self) -> None:
         """Make the folder and those above it, durably; see ByteStore."""
@@ -73,7 +74,8 @@ class LocalStore(ByteStore):
             raise taken_name(path) from error
         nbytes = BUFFER_NBYTES if nbytes_hint is None else nbytes_hint
         is_buffered = durable and nbytes >= BUFFER_NBYTES
-        output = BufferOutput(fd, self._page_cache, nbytes) if is_buffered else None
+        self._nbytes_created += nbytes
+        output = BufferOutput(fd, self._page_cache, nbytes, self._nbytes_created) if is_buffered else None
         return LocalWriter(path, fd, durable=durable, output=output)
 
     def open(self, name: str) -> LocalReader:

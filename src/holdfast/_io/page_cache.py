@@ -13,8 +13,8 @@ PageCache: TypeAlias = Literal["auto", "keep", "bypass"]
 
 _CHOICES = get_args(PageCache)
 
-_SPARE = 2
-"""Memory must have room for what is to be cached this many times over: who runs beside us needs some too."""
+_FREE, _CLEAN = 2, 4
+"""How many times what is to be cached must be free, or free and clean: others may still need clean pages."""
 
 
 def check_page_cache(value: object) -> PageCache:
@@ -29,32 +29,35 @@ def check_page_cache(value: object) -> PageCache:
 def room_for(nbytes: int, *, proc: str = "/proc") -> bool:
     """Whether the page cache may take ``nbytes`` more without pushing out what others use.
 
-    The rule: ``MemAvailable`` of the machine is at least twice as much; and so is, in this process's memory
-    cgroup and each one above it, the limit less what is used, where clean pages that nobody has used twice
-    (``inactive_file``) count as not used. A system that does not tell has no room.
+    The rule: twice as much is free; or four times as much is free or in clean pages of files that nobody has
+    used twice lately (``inactive_file``). Both for the machine, and for the memory cgroup of this process and
+    each one above it. A system that does not tell has no room.
 
     Args:
-        nbytes: How many bytes are to be cached.
+        nbytes: How many bytes are to be cached, by all processes that do so now.
         proc: Where the kernel tells of this process and of the machine.
     """
     try:
-        available = _field(f"{proc}/meminfo", "MemAvailable:") * 1024
+        machine = [_field(f"{proc}/meminfo", name) * 1024 for name in ("MemFree:", "Inactive(file):")]
     except (OSError, ValueError):
         return False
-    return min([available, *map(_left_in, _memory_cgroups(proc))]) >= _SPARE * nbytes
+    return all(
+        free >= _FREE * nbytes or free + clean >= _CLEAN * nbytes
+        for free, clean in [machine, *map(_left_in, _memory_cgroups(proc))]
+    )
 
 
-def _left_in(folder: str) -> float:
-    """What is left in one cgroup, of either version; endless if it has no limit."""
+def _left_in(folder: str) -> tuple[float, float]:
+    """What is free and what is clean in one cgroup, of either version; endless if it has no limit."""
     names = "memory.max", "memory.current", "inactive_file "
     if not os.path.exists(f"{folder}/{names[0]}"):
         names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "
     limit, used, unused = names
     try:
-        left = int(_lines(f"{folder}/{limit}")[0]) - int(_lines(f"{folder}/{used}")[0])
-        return left + _field(f"{folder}/memory.stat", unused)
+        free = int(_lines(f"{folder}/{limit}")[0]) - int(_lines(f"{folder}/{used}")[0])
+        return free, _field(f"{folder}/memory.stat", unused)
     except (OSError, ValueError):  # "max" is no number; the top of the tree has no such files
-        return math.inf
+        return math.inf, 0
 
 
 def _memory_cgroups(proc: str) -> Iterator[str]:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import errno
+import math
 import os
+import statistics
 import time
 from collections import deque
 
@@ -28,12 +30,23 @@ class DiskPace:
     """What this process has seen of a disk.
 
     Attributes:
-        copying: Seconds to copy a byte into the page cache; 0 until that was measured.
+        copying: Seconds to copy a byte into the page cache. Of the quickest 64 MiB so far: where a virtual
+            machine touched memory for the first time, it took twenty times as long.
         is_slow: Whether the disk takes at least twice as long for a byte; None until that was measured.
+        was_fast: Whether the last 64 MiB, of a disk that is slow, said otherwise: a volume that is throttled
+            takes the first bytes at once, so one such measurement is not believed.
     """
 
-    copying: float = 0.0
+    copying: float = math.inf
     is_slow: bool | None = None
+    was_fast: bool = False
+
+    def note(self, is_slow: bool) -> None:
+        """Take what was seen of another 64 MiB."""
+        doubtful = self.is_slow and not is_slow and not self.was_fast
+        self.was_fast = not is_slow
+        if not doubtful:
+            self.is_slow = is_slow
 
 
 _paces: dict[int, DiskPace] = {}  # by the number of the device
@@ -49,18 +62,22 @@ class BufferOutput:
     end has little to do.
 
     ``auto`` goes through the page cache until it knows the disk, then by what it measures, 64 MiB after
-    64 MiB; and only while memory has room for the rest of the file.
+    64 MiB; and only while memory has room.
 
     Args:
         fd: The file, open for writing. It stays the caller's.
         page_cache: The policy.
         nbytes: About how large the file will be.
+        save_nbytes: The same of all files of this save so far, this one included.
     """
 
-    def __init__(self, fd: int, page_cache: PageCache, nbytes: int) -> None:
+    def __init__(self, fd: int, page_cache: PageCache, nbytes: int, save_nbytes: int) -> None:
         self._fd = fd
         self._policy = page_cache
         self._left = nbytes
+        self._has_room = page_cache == "keep" or (
+            page_cache == "auto" and room_for(save_nbytes * _ranks_of_host())
+        )
         self._pace = _paces.setdefault(os.fstat(fd).st_dev, DiskPace())
         self._can_direct = bool(O_DIRECT) and page_cache != "keep"
         self._is_direct = False
@@ -83,6 +100,8 @@ class BufferOutput:
         self._nbytes += len(buffer)
         if self._policy == "auto" and self._nbytes >= _STRETCH:
             self._judge_disk()
+            # Refused once is refused for good: less is left of this file, and not of what others need.
+            self._has_room = self._has_room and room_for(self._left * _ranks_of_host())
             self._begin_stretch()
             self._choose_way()
 
@@ -120,31 +139,36 @@ class BufferOutput:
             await_write_back(self._fd, *oldest)
             if self._drops:
                 drop_pages(self._fd, *oldest)
-        self._copy += copied - began
+        self._copies.append((copied - began) / len(buffer))
         self._disk += time.perf_counter() - copied
 
     def _begin_stretch(self) -> None:
         self._nbytes = 0
-        self._copy = self._disk = 0.0
+        self._disk = 0.0
+        self._copies: list[float] = []
 
     def _judge_disk(self) -> None:
-        if self._copy:  # the disk's time is what is left of it beside the copying
-            self._pace.copying = self._copy / self._nbytes
-            self._pace.is_slow = self._disk > self._copy
-        elif self._pace.copying:
-            self._pace.is_slow = self._disk > 2 * self._pace.copying * self._nbytes
+        disk = self._disk / self._nbytes
+        if self._copies:
+            # While a buffer was copied the disk wrote others: what is seen of its time comes on top.
+            self._pace.note(disk > statistics.mean(self._copies))
+            self._pace.copying = min(self._pace.copying, statistics.median(self._copies))
+        else:
+            self._pace.note(disk > 2 * self._pace.copying)
 
     def _choose_way(self) -> None:
-        if self._policy == "auto":
-            has_room = room_for(self._left)
-            is_cached = has_room and self._pace.is_slow is not False
-        else:
-            has_room = is_cached = self._policy == "keep"
-        self._set_direct(on=not is_cached)
-        self._drops = not has_room and not self._is_direct
+        is_worthwhile = self._policy == "keep" or self._pace.is_slow is not False
+        self._set_direct(on=not (self._has_room and is_worthwhile))
+        self._drops = not self._has_room and not self._is_direct
 
     def _set_direct(self, *, on: bool) -> None:
         on = on and self._can_direct
         if on != self._is_direct:
             self._is_direct = set_direct(self._fd, on) and on
             self._can_direct = self._can_direct and self._is_direct == on
+
+
+def _ranks_of_host() -> int:
+    """How many processes of this host save at the same time, as whoever started them has said."""
+    number = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return int(number) if number.isdecimal() else 1
