@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import cast
 
+from holdfast._io.page_cache import PageCache
 from holdfast._io.places import local_path, open_place
 from holdfast._io.store import ByteStore
 from holdfast._io.stream_store import StreamStore
@@ -97,7 +98,9 @@ class FileSystem(FileSystemBase):
         return [str(entry) for entry in Path(path).iterdir()]
 
 
-def open_file_system(fs: FileSystemBase, path: str | os.PathLike[str]) -> ByteStore:
+def open_file_system(
+    fs: FileSystemBase, path: str | os.PathLike[str], *, page_cache: PageCache = "auto"
+) -> ByteStore:
     """The store of a folder of a file system.
 
     Only the local file systems as they are, ours and torch's, are left aside for files of our own. Any other
@@ -108,4 +111,6 @@ def open_file_system(fs: FileSystemBase, path: str | os.PathLike[str]) -> ByteSt
     """
     kind = type(fs)
     torchs = (kind.__module__, kind.__qualname__) == ("torch.distributed.checkpoint.filesystem", "FileSystem")
-    return open_place(path) if kind is FileSystem or torchs else StreamStore(fs, path)
+    if kind is FileSystem or torchs:
+        return open_place(path, page_cache=page_cache)
+    return StreamStore(fs, path)

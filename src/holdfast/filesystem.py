@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from holdfast._file_system import FileSystem, FileSystemBase, open_file_system
+from holdfast._io.page_cache import PageCache, check_page_cache
 from holdfast._io.store import ByteStore
 from holdfast._storage.store_reader import StoreReader
 from holdfast._storage.store_writer import DEFAULT_BUDGET, StoreWriter
@@ -39,13 +40,18 @@ class _OfFileSystem:
 
     fs: FileSystemBase
     path: str | os.PathLike[str]
+    page_cache: PageCache = "auto"
     _opened: "tuple[FileSystemBase, str | os.PathLike[str], ByteStore] | None" = None
 
     @property
     def store(self) -> ByteStore:
         """The folder. A relative path means the same one until the next ``reset``, also after a ``chdir``."""
         if self._opened is None or self._opened[0] is not self.fs or self._opened[1] != self.path:
-            self._opened = (self.fs, self.path, open_file_system(self.fs, self.path))
+            self._opened = (
+                self.fs,
+                self.path,
+                open_file_system(self.fs, self.path, page_cache=self.page_cache),
+            )
         return self._opened[2]
 
     @property
@@ -135,6 +141,10 @@ class FileSystemReader(_OfFileSystem, StoreReader):
         allow_pickle: Let planner data in the metadata be unpickled freely, running what code it holds.
         share_reads: Let one rank read what several need, and pass it on: storage is asked for each byte
             once. False: each rank reads what it needs, which is faster where storage is as fast as memory.
+        page_cache: What large reads leave in the memory of the machine. ``"keep"``: what was read, so that
+            the next load of the same checkpoint reads from memory. ``"bypass"``: nothing. ``"auto"``: as
+            "keep", unless memory (of the machine and of the process's cgroup) has no room for twice as much,
+            or the disk turns out to be faster than copying; then as "bypass".
     """
 
     def __init__(
@@ -147,7 +157,9 @@ class FileSystemReader(_OfFileSystem, StoreReader):
         verify: bool = True,
         allow_pickle: bool = False,
         share_reads: bool = True,
+        page_cache: PageCache = "auto",
     ) -> None:
+        self.page_cache = check_page_cache(page_cache)
         self.fs = FileSystem()
         self.path = self.fs.init_path(path)
         StoreReader.__init__(

@@ -37,7 +37,7 @@ class TestLocalStoreWithColdFiles(StoreContract):
 
 class TestLocalStoreThroughThePageCache(StoreContract):
     def make_store(self, tmp_path: Path) -> ByteStore:
-        return LocalStore(tmp_path / "checkpoint", direct_writes=False, direct_reads=False)
+        return LocalStore(tmp_path / "checkpoint", direct_writes=False, page_cache="keep")
 
 
 class TestLocalStoreNotDurable(StoreContract):

@@ -166,7 +166,7 @@ def test_reading_needs_read_access_only() -> None:
 
 
 def test_a_file_cut_short_after_it_was_opened_is_noticed(tmp_path: Path) -> None:
-    for store in (LocalStore(tmp_path), LocalStore(tmp_path, direct_reads=False)):
+    for store in (LocalStore(tmp_path), LocalStore(tmp_path, page_cache="keep")):
         with store.create("f") as file:
             file.write(bytes(9 * MIB))
         with store.open("f") as reader:

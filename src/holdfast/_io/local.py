@@ -9,10 +9,12 @@ from contextlib import contextmanager, suppress
 from typing_extensions import Buffer
 
 from holdfast._format.names import METADATA, temporary_name
+from holdfast._io.cold_reads import ColdReads
 from holdfast._io.local_buffers import BUFFER_NBYTES
 from holdfast._io.local_claim import claim_folder
 from holdfast._io.local_reader import LocalReader
 from holdfast._io.local_writer import LocalWriter, flush_to_disk, naming, write_fully
+from holdfast._io.page_cache import PageCache, check_page_cache
 from holdfast._io.store import ByteStore, Claim, check_name, taken_name
 from holdfast._io.streams import byte_view
 from holdfast.errors import CheckpointNotFoundError, NotAFolderError, StorageError, UnsafeMetadataError
@@ -32,9 +34,7 @@ class LocalStore(ByteStore):
     Args:
         path: The folder. It need not exist until ``make``.
         direct_writes: Write large durable files past the page cache where the file system can.
-        direct_reads: Read large cold ranges past the page cache where the file system can. That is
-            faster for one reader; turn it off where several processes of a machine read the same bytes,
-            of which the page cache would fetch one copy for all.
+        page_cache: Which way large cold reads go where the file system has a choice; see ``ColdReads``.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class LocalStore(ByteStore):
         path: "str | os.PathLike[str]",
         *,
         direct_writes: bool = True,
-        direct_reads: bool = True,
+        page_cache: PageCache = "auto",
     ) -> None:
         self.url = os.fspath(path)
         self._folder = os.path.abspath(self.url)
         self._direct_writes = direct_writes
-        self._direct_reads = direct_reads
+        self._cold = ColdReads(check_page_cache(page_cache))
 
     def make(self) -> None:
         """Make the folder and those above it, durably; see ByteStore."""
@@ -94,7 +94,11 @@ class LocalStore(ByteStore):
             os.close(fd)
             raise _not_regular(path)
         os.set_blocking(fd, True)
-        return LocalReader(path, fd, direct=self._direct_reads)
+        return LocalReader(path, fd, cold=self._cold)
+
+    def expect(self, nbytes: int) -> None:
+        """Decide whether memory has room for so many bytes more; see FileSource."""
+        self._cold.expect(nbytes)
 
     def replace(self, name: str, *pieces: Buffer, durable: bool = True) -> None:
         """Put the pieces under ``name`` in one atomic step; see ByteStore."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from urllib.parse import unquote, urlsplit
 
 from holdfast._io.local import LocalStore
+from holdfast._io.page_cache import PageCache
 from holdfast._io.store import ByteStore
 from holdfast.errors import UsageError
 
@@ -16,15 +17,19 @@ STORES: dict[str, Callable[[str], ByteStore]] = {}
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 
 
-def open_place(place: str | os.PathLike[str]) -> ByteStore:
+def open_place(place: str | os.PathLike[str], *, page_cache: PageCache = "auto") -> ByteStore:
     """The store of a checkpoint's place. The place need not exist.
+
+    Args:
+        place: The path or URL.
+        page_cache: What to leave in the page cache of this machine, if the place is a folder.
 
     Raises:
         UsageError: No store serves such a place.
     """
     folder = local_path(place)
     if folder is not None:
-        return LocalStore(folder)
+        return LocalStore(folder, page_cache=page_cache)
     path = os.fspath(place)
     scheme, _, rest = path.partition(":")
     if scheme not in STORES:

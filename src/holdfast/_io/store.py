@@ -111,6 +111,9 @@ class FileSource(ABC):
             StorageError: It is not a regular file.
         """
 
+    def expect(self, nbytes: int) -> None:  # noqa: B027 - for stores that can use it
+        """Take note that a load is about to read so many bytes. What stays in memory may depend on it."""
+
     def read(self, name: str, *, max_bytes: int) -> bytearray:
         """The whole of a small file, in memory that is the caller's.
 
