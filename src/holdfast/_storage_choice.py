@@ -53,17 +53,26 @@ def choose_save_planner(
     return planner
 
 
-def _belongs_elsewhere(name: str, value: object, plugin: object) -> UsageError:
+def _belongs_elsewhere(name: str, value: object, plugin: object, call: str = "save") -> UsageError:
     kind = type(plugin).__name__
     return UsageError(
-        f"give {name}={value!r} to the {kind} that you pass, not to save: {kind}({name}={value!r})"
+        f"give {name}={value!r} to the {kind} that you pass, not to {call}: {kind}({name}={value!r})"
     )
 
 
-def choose_reader(reader: StorageReader | None, checkpoint_id: Place | None) -> StorageReader:
-    """The caller's reader at the caller's place, or a new one that suits the place."""
+def choose_reader(
+    reader: StorageReader | None, checkpoint_id: Place | None, *, page_cache: PageCache | None = None
+) -> StorageReader:
+    """The caller's reader at the caller's place, or a new one that suits the place.
+
+    Raises:
+        UsageError: There is no place; or there is a reader, and an option that only it can be given.
+    """
     if reader is None:
-        return FileSystemReader(_place(checkpoint_id, "storage_reader"))
+        place = _place(checkpoint_id, "storage_reader")
+        return FileSystemReader(place, page_cache="auto" if page_cache is None else page_cache)
+    if page_cache is not None:
+        raise _belongs_elsewhere("page_cache", page_cache, reader, "load")
     reader.reset(checkpoint_id)
     return reader
 

@@ -146,6 +146,10 @@ class FileSystemReader(_OfFileSystem, StoreReader):
         allow_pickle: Let planner data in the metadata be unpickled freely, running what code it holds.
         share_reads: Let one rank read what several need, and pass it on: storage is asked for each byte
             once. False: each rank reads what it needs, which is faster where storage is as fast as memory.
+        page_cache: What large reads leave in the memory of the machine. ``"keep"``: what was read, so that
+            the next load of the same checkpoint reads from memory. ``"bypass"``: nothing. ``"auto"``: as
+            "keep", unless memory (of the machine and of the process's cgroup) has no room for twice as much,
+            or the disk turns out to be faster than copying; then as "bypass".
     """
 
     def __init__(
@@ -158,7 +162,9 @@ class FileSystemReader(_OfFileSystem, StoreReader):
         verify: bool = True,
         allow_pickle: bool = False,
         share_reads: bool = True,
+        page_cache: PageCache = "auto",
     ) -> None:
+        self.page_cache = check_page_cache(page_cache)
         self.fs = FileSystem()
         self.path = self.fs.init_path(path)
         StoreReader.__init__(

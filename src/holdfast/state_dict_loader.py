@@ -14,6 +14,7 @@ from holdfast._collector import paused_collector
 from holdfast._engine.adapt import adapt_load_planner, adapt_reader
 from holdfast._engine.load import run_load
 from holdfast._engine.load_into import load_into
+from holdfast._io.page_cache import PageCache
 from holdfast._io.progress import Progress, ProgressTracker
 from holdfast._ranks.group_exchange import DEFAULT_PEER_TIMEOUT, open_exchange
 from holdfast._storage_choice import choose_reader
@@ -46,6 +47,7 @@ def load(
     safe_globals: Iterable[Callable[..., Any] | type] = (),
     peer_timeout: float = DEFAULT_PEER_TIMEOUT,
     on_progress: Callable[[Progress], object] | None = None,
+    page_cache: PageCache | None = None,
 ) -> LoadResult:
     """Load a checkpoint into a state, in place: on every rank of the group, each its own part.
 
@@ -92,6 +94,8 @@ def load(
         on_progress: Called with a ``Progress`` (bytes done, bytes in all, bytes a second) every few MiB that
             this rank has read, one call at a time, from the threads that read. An exception from it stops the
             load and is raised.
+        page_cache: What the load leaves in the memory of the machine: "auto" (the default), "keep" or
+            "bypass"; see ``FileSystemReader``. If you pass a storage_reader, give this option to it.
 
     Returns:
         Which keys were loaded on this rank, which were left alone, and which others the checkpoint has.
@@ -122,7 +126,7 @@ def load(
         given = ", ".join(name for name, value in options.items() if value != defaults[name])
         if planner is not None and given:
             raise UsageError(f"give {given} to the planner that you pass, not to load")
-        reader = choose_reader(storage_reader, checkpoint_id)
+        reader = choose_reader(storage_reader, checkpoint_id, page_cache=page_cache)
         chosen = DefaultLoadPlanner(**options) if planner is None else planner  # type: ignore[arg-type]
         tracker = ProgressTracker.reporting_to(on_progress)
         ports = adapt_load_planner(chosen), adapt_reader(reader)

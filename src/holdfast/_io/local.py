@@ -9,12 +9,13 @@ from contextlib import contextmanager, suppress
 from typing_extensions import Buffer
 
 from holdfast._format.names import METADATA, temporary_name
+from holdfast._io.cold_reads import ColdReads
 from holdfast._io.local_buffers import BUFFER_NBYTES
 from holdfast._io.local_calls import flush_to_disk, naming, write_fully
 from holdfast._io.local_claim import claim_folder
 from holdfast._io.local_reader import LocalReader
 from holdfast._io.local_writer import LocalWriter
-from holdfast._io.page_cache import PageCache
+from holdfast._io.page_cache import PageCache, check_page_cache
 from holdfast._io.store import ByteStore, Claim, check_name, taken_name
 from holdfast._io.streams import byte_view
 from holdfast._io.write_back import BufferOutput
@@ -45,8 +46,9 @@ class LocalStore(ByteStore):
     ) -> None:
         self.url = os.fspath(path)
         self._folder = os.path.abspath(self.url)
-        self._page_cache: PageCache = page_cache
-        self._nbytes_created = 0
+        self._page_cache = check_page_cache(page_cache)
+        self._cold = ColdReads(self._page_cache)
+        self._expected = 0
 
     def make(self) -> None:
         """Make the folder and those above it, durably; see ByteStore."""
@@ -74,8 +76,9 @@ class LocalStore(ByteStore):
             raise taken_name(path) from error
         nbytes = BUFFER_NBYTES if nbytes_hint is None else nbytes_hint
         is_buffered = durable and nbytes >= BUFFER_NBYTES
-        self._nbytes_created += nbytes
-        output = BufferOutput(fd, self._page_cache, nbytes, self._nbytes_created) if is_buffered else None
+        output = None
+        if is_buffered:
+            output = BufferOutput(fd, self._page_cache, nbytes, max(nbytes, self._expected))
         return LocalWriter(path, fd, durable=durable, output=output)
 
     def open(self, name: str) -> LocalReader:
@@ -96,7 +99,12 @@ class LocalStore(ByteStore):
             os.close(fd)
             raise _not_regular(path)
         os.set_blocking(fd, True)
-        return LocalReader(path, fd, direct=self._page_cache != "keep")
+        return LocalReader(path, fd, cold=self._cold)
+
+    def expect(self, nbytes: int) -> None:
+        """Take note of how much will be read or written; see FileSource."""
+        self._expected = max(self._expected, nbytes)
+        self._cold.expect(nbytes)
 
     def replace(self, name: str, *pieces: Buffer, durable: bool = True) -> None:
         """Put the pieces under ``name`` in one atomic step; see ByteStore."""

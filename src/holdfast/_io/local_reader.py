@@ -1,14 +1,15 @@
-"""Owns the reading of one local file: from the page cache what is there, past it what is not."""
+"""Owns the reading of one local file: what the page cache has, and what it has not."""
 
 import errno
-import mmap
 import os
 import sys
 from collections.abc import Sequence
 
 from typing_extensions import Buffer
 
-from holdfast._io.blocks import STEP, BlockChecker, BlockSums
+from holdfast._io.blocks import BlockChecker, BlockSums
+from holdfast._io.cold_reads import ColdReads
+from holdfast._io.copying import copy_bytes
 from holdfast._io.file_access import FileReader
 from holdfast._io.local_buffers import BUFFER_NBYTES, borrow, give_back
 from holdfast._io.local_calls import O_DIRECT, PAGE, naming
@@ -17,7 +18,12 @@ from holdfast._io.streams import byte_view
 SPAN = 32 << 20
 """Bytes for which it is decided at once whether they are in the page cache; a good share for a thread."""
 
-_WINDOW = 4 << 20  # one read past the page cache: 1 MiB is 10% slower cold, 8 MiB no faster
+# One read: past the page cache 1 MiB is 10% slower, 8 MiB no faster. From memory 1 MiB is as fast in one
+# thread; but the more calls, the more often threads wait for each other's interpreter lock between them.
+_WINDOW = 4 << 20
+# One read of cold bytes through the page cache: while it is copied, the kernel reads ahead. Reads of 4 MiB
+# wait for the disk each time, and took 1.4 times as long; 128 KiB are too many calls.
+_STEP_AHEAD = 512 << 10
 _DIRECT_FROM = 1 << 20  # smaller reads gain more from the kernel's read-ahead than they lose
 _NOWAIT = os.RWF_NOWAIT if sys.platform == "linux" else 0
 
@@ -28,24 +34,27 @@ class LocalReader(FileReader):
     """Reads one regular file of a local file system.
 
     Small reads, and large ones of bytes that the page cache has, are copied from there straight into
-    the destination. Large reads of other bytes go past it, which was 1.2 to 2 times as fast with a third
-    less CPU, but leaves nothing in it for the next reader. Whether the page cache has them is seen
-    by reading three bytes of the span, the first, the middle and the last, without waiting for the disk.
+    the destination. Large reads of other bytes, cold ones, go through the cache, which keeps them for the
+    next reader, or past it, which takes a third less CPU. Whether the page cache has them is seen by
+    reading three bytes of the span, the first, the middle and the last, without waiting for the disk.
 
     One descriptor is open per file; one more per thread while that thread reads past the page cache.
 
     Args:
         path: The file, for messages.
         fd: It, open for reading. The reader owns the descriptor.
-        direct: Whether to go past the page cache if possible.
+        cold: Decides which way cold reads go.
     """
 
-    def __init__(self, path: str, fd: int, *, direct: bool) -> None:
+    def __init__(self, path: str, fd: int, *, cold: ColdReads) -> None:
         self.path = path
         self._fd = fd
+        self._cold = cold
         with naming(path):
-            self.nbytes = os.fstat(fd).st_size
-        self._direct = direct and bool(O_DIRECT) and bool(_NOWAIT)
+            found = os.fstat(fd)
+        self.nbytes, self._device = found.st_size, found.st_dev
+        # Whether there is a way past the page cache, and whether it can be seen what is in the cache.
+        self._direct = bool(O_DIRECT) and bool(_NOWAIT)
 
     def read_into(self, offset: int, buffer: Buffer) -> None:
         """Fill ``buffer`` from ``offset`` on; see FileReader."""
@@ -69,24 +78,46 @@ class LocalReader(FileReader):
         with naming(self.path):
             for at in range(0, len(view), SPAN):
                 span = view[at : at + SPAN]
-                done = 0
-                if self._direct and len(span) >= _DIRECT_FROM and not self._is_cached(offset + at, len(span)):
-                    done = self._read_direct(offset + at, span, sums)
-                self._read_plain(offset + at + done, span[done:], sums)
+                is_large = self._direct and len(span) >= _DIRECT_FROM
+                if is_large and not self._is_cached(offset + at, len(span)):
+                    self._read_cold(offset + at, span, sums)
+                else:
+                    self._read_plain(self._fd, offset + at, span, sums, _WINDOW)
 
-    def _read_plain(self, offset: int, view: memoryview, sums: BlockSums | None) -> None:
-        for at in range(0, len(view), STEP):
-            piece = view[at : at + STEP]
-            got = os.preadv(self._fd, [piece], offset + at)
+    def _read_plain(self, fd: int, offset: int, view: memoryview, sums: BlockSums | None, most: int) -> None:
+        for at in range(0, len(view), most):
+            piece = view[at : at + most]
+            got = os.preadv(fd, [piece], offset + at)
             while got < len(piece):
-                more = os.preadv(self._fd, [piece[got:]], offset + at + got)
+                more = os.preadv(fd, [piece[got:]], offset + at + got)
                 if more == 0:
-                    self.nbytes = os.fstat(self._fd).st_size
+                    self.nbytes = os.fstat(fd).st_size
                     self._check_range(offset, len(view))
                     raise OSError(errno.EIO, "The file gave no bytes before its end")
                 got += more
             if sums is not None:
                 sums.update(piece)
+
+    def _read_cold(self, offset: int, view: memoryview, sums: BlockSums | None) -> None:
+        through_cache = self._cold.go_through_cache(self._device)
+        try:
+            # A new description of the very same file. O_DIRECT must not reach the other threads' reads. And
+            # the kernel reads ahead of each description, which fails if threads jump to and fro in one.
+            flags = os.O_RDONLY | os.O_CLOEXEC | (0 if through_cache else O_DIRECT)
+            fd = os.open(f"/proc/self/fd/{self._fd}", flags)
+        except OSError:
+            self._direct = False
+            self._read_plain(self._fd, offset, view, sums, _STEP_AHEAD)
+            return
+        try:
+            if through_cache:
+                with self._cold.observed(self._device, len(view)):
+                    self._read_plain(fd, offset, view, sums, _STEP_AHEAD)
+            else:
+                done = _read_past_cache(fd, offset, view, sums)
+                self._read_plain(self._fd, offset + done, view[done:], sums, _STEP_AHEAD)
+        finally:
+            os.close(fd)
 
     def _is_cached(self, offset: int, nbytes: int) -> bool:
         """Whether the span seems to be in the page cache. A wrong guess costs time only."""
@@ -101,42 +132,35 @@ class LocalReader(FileReader):
             self._direct = False
         return True
 
-    def _read_direct(self, offset: int, view: memoryview, sums: BlockSums | None) -> int:
-        """Read from the front of ``view`` on past the page cache; returns how far that went."""
-        try:
-            # A new description of the very same file: the flag must not reach the other threads' reads.
-            fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | O_DIRECT)
-        except OSError:
-            self._direct = False
-            return 0
-        buffer = borrow()
-        try:
-            return _read_windows(fd, buffer, offset, view, sums)
-        finally:
-            give_back(buffer)
-            os.close(fd)
+
+def _read_past_cache(fd: int, offset: int, view: memoryview, sums: BlockSums | None) -> int:
+    """Read from the front of ``view`` on past the page cache; returns how far that went."""
+    buffer = borrow()
+    try:
+        with memoryview(buffer) as window:
+            return _read_windows(fd, window, offset, view, sums)
+    finally:
+        give_back(buffer)
 
 
-def _read_windows(fd: int, buffer: mmap.mmap, offset: int, view: memoryview, sums: BlockSums | None) -> int:
+def _read_windows(fd: int, window: memoryview, offset: int, view: memoryview, sums: BlockSums | None) -> int:
     done = 0
-    with memoryview(buffer) as window:
-        while done < len(view):
-            skip = (offset + done) % PAGE
-            want = min(_WINDOW, -(-(skip + len(view) - done) // PAGE) * PAGE)
-            try:
-                got = os.preadv(fd, [window[:want]], offset + done - skip)
-            except OSError as error:
-                if error.errno == errno.EINVAL:
-                    break
-                raise
-            useful = min(got - skip, len(view) - done)
-            for at in range(0, useful, STEP):
-                step = min(STEP, useful - at)
-                with window[skip + at : skip + at + step] as piece:
-                    if sums is not None:
-                        sums.update(piece)
-                    view[done + at : done + at + step] = piece
-            done += max(useful, 0)
-            if got < want:
+    while done < len(view):
+        skip = (offset + done) % PAGE
+        want = min(_WINDOW, -(-(skip + len(view) - done) // PAGE) * PAGE)
+        try:
+            got = os.preadv(fd, [window[:want]], offset + done - skip)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
                 break
+            raise
+        useful = min(got - skip, len(view) - done)
+        if useful > 0:
+            with window[skip : skip + useful] as piece:
+                if sums is not None:
+                    sums.update(piece)
+                copy_bytes(view[done : done + useful], piece)
+            done += useful
+        if got < want:
+            break
     return done

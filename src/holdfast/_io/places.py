@@ -21,8 +21,8 @@ def open_place(place: str | os.PathLike[str], *, page_cache: PageCache = "auto")
     """The store of a checkpoint's place. The place need not exist.
 
     Args:
-        place: A path or a URL.
-        page_cache: For local files, what they leave in the page cache.
+        place: The path or URL.
+        page_cache: What to leave in the page cache of this machine, if the place is a folder.
 
     Raises:
         UsageError: No store serves such a place.

@@ -111,6 +111,12 @@ class FileSource(ABC):
             StorageError: It is not a regular file.
         """
 
+    def expect(self, nbytes: int) -> None:  # noqa: B027 - for stores that can use it
+        """Take note that a load or save is about to read or write so many bytes.
+
+        What stays in the memory of this machine may depend on it.
+        """
+
     def read(self, name: str, *, max_bytes: int) -> bytearray:
         """The whole of a small file, in memory that is the caller's.
 

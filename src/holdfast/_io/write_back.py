@@ -68,7 +68,7 @@ class BufferOutput:
         fd: The file, open for writing. It stays the caller's.
         page_cache: The policy.
         nbytes: About how large the file will be.
-        save_nbytes: The same of all files of this save so far, this one included.
+        save_nbytes: About how much this process will write, in all files.
     """
 
     def __init__(self, fd: int, page_cache: PageCache, nbytes: int, save_nbytes: int) -> None:

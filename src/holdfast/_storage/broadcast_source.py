@@ -77,6 +77,10 @@ class BroadcastSource(FileSource):
         self._broadcast.send_to_all(view, source)
         return None if source == self._rank else int(checksum)
 
+    def expect(self, nbytes: int) -> None:
+        """Tell the storage."""
+        self.store.expect(nbytes)
+
     def list(self) -> dict[str, int]:
         """The name and size of every file."""
         return self.store.list()

@@ -15,7 +15,7 @@ from holdfast._storage.small_items import SMALL
 from holdfast._storage.small_reads import SmallTensors
 from holdfast.errors import InvalidPlanError, MetadataFormatError
 from holdfast.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from holdfast.planner import LoadPlan, LoadPlanner, ReadItem
+from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 
 class FileRequest:
@@ -25,12 +25,14 @@ class FileRequest:
         lines: Stored items and lines, in the order of the file.
         small: Small tensors that go straight into the state, whole; None if there are none.
         last: The key of the item that reaches furthest, and the size that the file must have for it.
+        nbytes: About how many bytes are read; of a part of an item not less than that part.
     """
 
     def __init__(self) -> None:
         self.lines: list[tuple[StorageInfo, ReadItem]] = []
         self.small: SmallTensors | None = None
         self.last = "", 0
+        self.nbytes = 0
 
     def __len__(self) -> int:
         return len(self.lines) + (len(self.small.keys) if self.small else 0)
@@ -38,6 +40,8 @@ class FileRequest:
     def add_line(self, info: StorageInfo, item: ReadItem) -> None:
         """A line that is read as a record."""
         self.lines.append((info, item))
+        part = info.length if item.type == LoadItemType.BYTE_IO else 8 * item.lengths.numel()
+        self.nbytes += min(info.length, part)
         self._reach(info.offset + info.length, item.dest_index.fqn)
 
     def add_rows(
@@ -52,6 +56,7 @@ class FileRequest:
         lines.sort(key=lambda line: offsets[line[0]])
         rows, keys = [row for row, _ in lines], [key for _, key in lines]
         self.small = SmallTensors.of_rows(rows, keys, places, dtypes, values)
+        self.nbytes += sum(nbytes[row] for row in rows)
         ends = [offsets[row] + nbytes[row] for row in rows]
         self._reach(max(ends), keys[ends.index(max(ends))])
 

@@ -124,6 +124,7 @@ def read_items(
     try:
         requests = sort_by_file(plan, planner, metadata)
         _check_sizes(store, requests)
+        store.expect(sum(request.nbytes for request in requests.values()))
         for kind in (_object_jobs, _tensor_jobs):
             jobs: list[Callable[[], None]] = []
             for name, request in requests.items():

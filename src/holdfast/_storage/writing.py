@@ -68,6 +68,7 @@ def write_items(
     threads = max(1, min(threads, budget // (2 * buffers)))
     copy_at_once = max(1 << 20, min(buffers, budget // threads - buffers))
     finished: list[str] = []
+    store.expect(sum(work.nbytes))
 
     def job(file_number: int, numbers: Sequence[int]) -> WrittenItems:
         name = name_file(file_number)
