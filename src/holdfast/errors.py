@@ -13,6 +13,7 @@
     │   ├── CheckpointNotFoundError(FileNotFoundError)
     │   ├── CheckpointExistsError
     │   ├── NotAFolderError(FileExistsError, NotADirectoryError)
+    │   ├── WrongFolderError                    the checkpoints are in folders below
     │   └── IncompleteWriteError
     ├── IntegrityError(RuntimeError)            the bytes are not the ones that were written
     │   ├── IncompleteCheckpointError           a file of a checkpoint is missing
@@ -66,6 +67,7 @@ __all__ = [
     "UnknownExtensionError",
     "UnsafeMetadataError",
     "UsageError",
+    "WrongFolderError",
 ]
 
 WRAPPED_EXCEPTION: TypeAlias = tuple[BaseException, traceback.StackSummary]
@@ -144,6 +146,14 @@ class CheckpointExistsError(StorageError):
 
 class NotAFolderError(StorageError, FileExistsError, NotADirectoryError):
     """The place of a checkpoint is a file, or lies below one."""
+
+
+class WrongFolderError(StorageError):
+    """The place is not a checkpoint: it has checkpoints in folders of its own, which ``found`` lists.
+
+    It is not a ``FileNotFoundError``: a program that takes a missing checkpoint for its first start must not
+    begin again because its path is one folder too short.
+    """
 
 
 class IncompleteWriteError(StorageError):
