@@ -83,6 +83,7 @@ def read_items(
     budget: int,
     verify: bool,
     progress: ProgressTracker,
+    may_change: Callable[[str], bool] = lambda _: True,
 ) -> None:
     """Read every item of a plan and give it to the planner.
 
@@ -99,6 +100,7 @@ def read_items(
         budget: The most bytes of scratch memory.
         verify: Whether checksums are compared.
         progress: Told of the bytes that are read.
+        may_change: Whether an error is to call the value of a key changed; see ``LoadContext``.
 
     Raises:
         IncompleteCheckpointError: A file that the metadata names is missing.
@@ -121,10 +123,10 @@ def read_items(
     except CheckpointNotFoundError as error:
         # A file that was there a moment ago.
         gone = IncompleteCheckpointError(f"{error} {_REMEDY}", key=error.key, path=error.path)
-        _say_what_changed(gone, calls.touched)
+        _say_what_changed(gone, calls.touched, may_change)
         raise gone from error
     except BaseException as error:
-        _say_what_changed(error, calls.touched)
+        _say_what_changed(error, calls.touched, may_change)
         raise
     finally:
         for file in files:
@@ -188,13 +190,14 @@ def _tensor_jobs(
     return [*(job for group in groups for job in small_tensor_jobs(context, file, group)), *jobs]
 
 
-def _say_what_changed(error: BaseException, touched: list[str]) -> None:
-    keys = sorted(set(touched))
+def _say_what_changed(error: BaseException, touched: list[str], may_change: Callable[[str], bool]) -> None:
+    keys = sorted(filter(may_change, set(touched)))
     if not keys:
-        note = "nothing was changed by this load"
+        note = "nothing was changed here by this load"
     else:
         more = f" and {len(keys) - 10} more" if len(keys) > 10 else ""
-        note = f"the load had begun: {len(keys)} values are changed: {', '.join(keys[:10])}{more}"
+        count = "1 value" if len(keys) == 1 else f"{len(keys)} values"
+        note = f"the load had begun, and may have changed {count}: {', '.join(keys[:10])}{more}"
     if sys.version_info >= (3, 11):
         error.add_note(note)
     elif error.args and isinstance(error.args[0], str):
