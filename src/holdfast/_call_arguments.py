@@ -3,9 +3,10 @@
 import difflib
 import functools
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+from holdfast._user_warning import warn_user
 
 __all__ = ["checked_call"]
 
@@ -81,10 +82,8 @@ def checked_call(storage: str) -> Callable[[F], F]:
                     "everything else by its name."
                 )
             if name == storage:
-                warnings.warn(
-                    f"pass the second argument of {function.__name__} by its name: {storage}=",
-                    FutureWarning,
-                    stacklevel=3,
+                warn_user(
+                    f"pass the second argument of {function.__name__} by its name: {storage}=", FutureWarning
                 )
             return function(args[0], **{**kwargs, name: args[1]})
 

@@ -46,6 +46,16 @@ def test_a_storage_may_still_come_second_with_a_warning_that_points_here(tmp_pat
         hf.load(state(), hf.FileSystemReader(tmp_path))
 
 
+def test_a_warning_of_a_load_points_at_the_line_that_calls_it(tmp_path: Path) -> None:
+    hf.save({"a": torch.ones(3, dtype=torch.float64)}, tmp_path)
+    with pytest.warns(UserWarning, match="are cast on load") as warned:
+        hf.load({"a": torch.ones(3)}, tmp_path)
+    assert warned[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match="dedup_replicated_tensors") as warned:
+        hf.DefaultSavePlanner(dedup_replicated_tensors=True)
+    assert warned[0].filename == __file__
+
+
 @pytest.mark.parametrize(
     ("args", "options", "says"),
     [
