@@ -3,12 +3,14 @@
 import inspect
 import logging
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.support.tools import need_root
 
 import holdfast
 from holdfast.errors import CheckpointExistsError, NotAFolderError, UsageError
@@ -122,6 +124,32 @@ def test_a_file_in_place_of_the_folder_is_not_a_first_start(tmp_path: Path, name
                 call(state(), checkpoint_id=tmp_path / place)
             assert not isinstance(caught.value, FileNotFoundError)
     assert (tmp_path / name).read_text() == "precious"
+
+
+def test_a_place_below_a_file_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "model.pt").touch()
+    with pytest.raises(NotAFolderError):
+        hf.save(state(), tmp_path / "model.pt" / "deeper")
+    assert not caplog.records
+
+
+def test_a_folder_that_must_not_be_written_is_named_with_the_right_that_is_missing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    need_root("to take the right to write from itself")
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o755)
+        os.seteuid(65534)
+        try:
+            with pytest.raises(
+                PermissionError, match="needs the right to make files in this folder"
+            ) as caught:
+                hf.save(state(), place)
+        finally:
+            os.seteuid(0)
+        assert caught.value.filename == place
+        assert ".lease" not in str(caught.value)
+        assert not caplog.records
 
 
 def test_overwrite_and_check_replicas_are_options_of_a_save(tmp_path: Path) -> None:

@@ -209,6 +209,9 @@ def discard_files(store: ByteStore, names: Iterable[str], *, rank: int | None) -
     Returns:
         Whether nothing of the save is left.
     """
+    names = list(names)
+    if not names:
+        return True  # the place may be what failed
     try:
         used = _files_named_by(store, metadata_name(rank))
     except CheckpointNotFoundError:
