@@ -63,6 +63,7 @@ def test_a_warning_of_a_load_points_at_the_line_that_calls_it(tmp_path: Path) ->
     [
         (("here", "there"), {}, "takes the state first"),
         (("here", {}), {}, "takes the state first"),
+        (("here",), {}, "takes the state first"),
         (({}, "here"), {"checkpoint_id": "there"}, "checkpoint_id twice"),
         (({}, "here", None), {}, "3 arguments without a name"),
     ],
@@ -187,6 +188,8 @@ def test_options_of_the_load_planner_go_to_the_planner_that_is_passed(tmp_path: 
         ("load", "flatten_state_dict", r"DefaultLoadPlanner\(flatten_state_dict=...\)"),
         ("save", "strict", "an option of load"),
         ("load", "overwrite", "an option of save"),
+        ("load", "map_location", "to where the state has them"),
+        ("load", "weights_only", "no code of a checkpoint is run"),
         ("save", "path", "do you mean checkpoint_id="),
         ("load", "checkpoint_dir", "do you mean checkpoint_id="),
         ("async_save", "save_dir", "do you mean checkpoint_id="),

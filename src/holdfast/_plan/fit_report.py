@@ -79,9 +79,9 @@ def _lines_of_missing(missing: list[str], unclaimed: set[str]) -> list[tuple[str
     if prefixes is not None:
         old, new = prefixes
         moved = [key for key in missing if key.startswith(old) and new + key[len(old) :] in unclaimed]
-        more = f", and {len(moved) - 1} more with this prefix" if len(moved) > 1 else ""
+        more = f", and {len(moved) - 1} more with the same other prefix" if len(moved) > 1 else ""
         there = new + moved[0][len(old) :]
-        lines.append((f"{moved[0]}: {_MISSING}{more} (it has {there})", len(moved)))
+        lines.append((f"{moved[0]}: {_MISSING} (it has {there}){more}", len(moved)))
         are_told = set(moved)
         missing = [key for key in missing if key not in are_told]
     names = sorted(unclaimed)[:_MOST_COMPARED]

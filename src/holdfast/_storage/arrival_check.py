@@ -1,7 +1,8 @@
 """Owns the look before a commit whether the files of the other ranks are where the coordinator reads.
 
-If each host has a disk of its own under the same path, every rank writes and counts its files, and no place
-has the whole checkpoint. Nobody but the coordinator can tell, and only by looking.
+If each host has a disk of its own under the same path, or a relative path leads ranks into different folders,
+every rank writes and counts its files, and no place has the whole checkpoint. Nobody but the coordinator can
+tell, and only by looking.
 """
 
 import socket
@@ -66,7 +67,8 @@ def _not_shared(store: ByteStore, absent: list[str], count: int) -> IncompleteWr
     return IncompleteWriteError(
         f"{store.url}: files that other ranks have written are not there, or not whole, on the coordinator's "
         f"host {socket.gethostname()} ({len(absent)} of {count}: {', '.join(absent[:3])}{more}). All ranks "
-        "must save to storage that all hosts share. Disks of single hosts under the same path do not do.",
+        "must save to storage that all hosts share. Disks of single hosts under the same path do not do, nor "
+        "does a relative path if the ranks are in different working directories.",
         path=store.url,
         expected=count,
         found=count - len(absent),
