@@ -3,9 +3,10 @@
 import difflib
 import functools
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+from holdfast._user_warning import warn_user
 
 __all__ = ["checked_call"]
 
@@ -33,6 +34,8 @@ _OPTIONS = {
             "flatten_state_dict flatten_sharded_tensors"
         ),
         "it is an option of save": "overwrite check_replicas use_collectives",
+        "leave it out: tensors are loaded to where the state has them": "map_location",
+        "leave it out: no code of a checkpoint is run, unless allow_pickle=True": "weights_only",
     },
 }
 """By the keyword of a function's storage: where options belong that people pass to the function."""
@@ -69,10 +72,13 @@ def checked_call(storage: str) -> Callable[[F], F]:
         def call(*args: Any, **kwargs: Any) -> Any:
             for name in kwargs.keys() - known:
                 raise _unknown_argument(function.__name__, name, known, storage)
+            if args and isinstance(args[0], str | os.PathLike):
+                raise TypeError(
+                    f"{function.__name__}() takes the state first, then the checkpoint's path, such as "
+                    f'{function.__name__}({{"model": model}}, "checkpoints/100")'
+                )
             if len(args) < 2:
                 return function(*args, **kwargs)
-            if isinstance(args[0], str | os.PathLike):
-                raise TypeError(f"{function.__name__}() takes the state first, then the checkpoint's path")
             name = "checkpoint_id" if args[1] is None or isinstance(args[1], str | os.PathLike) else storage
             if len(args) > 2 or kwargs.get(name) is not None:
                 given = f"{name} twice" if len(args) == 2 else f"{len(args)} arguments without a name"
@@ -81,10 +87,8 @@ def checked_call(storage: str) -> Callable[[F], F]:
                     "everything else by its name."
                 )
             if name == storage:
-                warnings.warn(
-                    f"pass the second argument of {function.__name__} by its name: {storage}=",
-                    FutureWarning,
-                    stacklevel=3,
+                warn_user(
+                    f"pass the second argument of {function.__name__} by its name: {storage}=", FutureWarning
                 )
             return function(args[0], **{**kwargs, name: args[1]})
 

@@ -12,6 +12,11 @@ from dataclasses import dataclass, field
 from holdfast._io.progress import ProgressTracker
 
 
+def _every_value(key: str) -> bool:  # noqa: ARG001 - nothing is known of any
+    """The answer where nothing is known of what the caller holds."""
+    return True
+
+
 def _nobody_objects() -> None:
     """The answer where no other rank takes part."""
 
@@ -49,12 +54,15 @@ class LoadContext:
         world_size: How many ranks load together.
         is_coordinator: Whether this rank plans for all.
         progress: Told of the bytes that were read. Telling it raises if the load is cancelled.
+        may_change: Whether the caller's own value changes when the value of a key is given to the planner.
+            False for what the engine throws away if the load fails: an error does not call it changed.
     """
 
     rank: int = 0
     world_size: int = 1
     is_coordinator: bool = True
     progress: ProgressTracker = field(default_factory=ProgressTracker)
+    may_change: Callable[[str], bool] = _every_value
 
     def __reduce__(self) -> tuple[type["LoadContext"], tuple[int, int, bool]]:
         return LoadContext, (self.rank, self.world_size, self.is_coordinator)

@@ -13,6 +13,7 @@
     │   ├── CheckpointNotFoundError(FileNotFoundError)
     │   ├── CheckpointExistsError
     │   ├── NotAFolderError(FileExistsError, NotADirectoryError)
+    │   ├── WrongFolderError                    the checkpoints are in folders below
     │   └── IncompleteWriteError
     ├── IntegrityError(RuntimeError)            the bytes are not the ones that were written
     │   ├── IncompleteCheckpointError           a file of a checkpoint is missing
@@ -66,6 +67,7 @@ __all__ = [
     "UnknownExtensionError",
     "UnsafeMetadataError",
     "UsageError",
+    "WrongFolderError",
 ]
 
 WRAPPED_EXCEPTION: TypeAlias = tuple[BaseException, traceback.StackSummary]
@@ -144,6 +146,14 @@ class CheckpointExistsError(StorageError):
 
 class NotAFolderError(StorageError, FileExistsError, NotADirectoryError):
     """The place of a checkpoint is a file, or lies below one."""
+
+
+class WrongFolderError(StorageError):
+    """The place is not a checkpoint: it has checkpoints in folders of its own, which ``found`` lists.
+
+    It is not a ``FileNotFoundError``: a program that takes a missing checkpoint for its first start must not
+    begin again because its path is one folder too short.
+    """
 
 
 class IncompleteWriteError(StorageError):
@@ -243,17 +253,23 @@ class CheckpointException(CheckpointError):  # noqa: N818 - the name is torch's
             return f"{self.args[0]}: {''.join(_describe(self.__cause__)).rstrip()}"
         if not self.failures:
             return str(self.args[0])
-        # What many ranks share (a full disk, a missing file) is told once, with the place of the first one.
-        alike: dict[str, list[int]] = {}
+        # What many ranks share (a full disk, a missing file) is told once. It comes last, where people look;
+        # the frames come first, and only those of errors that nobody has written a message for.
+        alike: dict[str, dict[str, list[int]]] = {}
         for rank, (error, _) in sorted(self.failures.items()):
-            alike.setdefault("".join(_describe(error)).rstrip(), []).append(rank)
-        lines = [f"{self.args[0]} (failed on {describe_ranks(self.failures)})"]
-        for text, ranks in alike.items():
-            lines.append(f"{describe_ranks(ranks)}: {text}")
-            trace = self.failures[ranks[0]][1]
-            if trace:
-                lines.append("".join(traceback.format_list(trace)).rstrip())
-        return "\n".join(lines)
+            reason, notes = _reason_and_notes(error)
+            alike.setdefault(reason, {}).setdefault(notes, []).append(rank)
+        frames, reasons = list[str](), list[str]()
+        for reason, by_notes in alike.items():
+            ranks = [rank for some in by_notes.values() for rank in some]
+            error, trace = self.failures[ranks[0]]
+            if trace and not isinstance(error, CheckpointError):
+                frames += [f"rank {ranks[0]}:", "".join(traceback.format_list(trace)).rstrip()]
+            reasons.append(f"{describe_ranks(ranks)}: {reason}")
+            for notes, of_ranks in by_notes.items():
+                who = "" if len(by_notes) == 1 else f"{describe_ranks(of_ranks)}: "
+                reasons += [f"{who}{notes}"] if notes else []
+        return "\n".join([f"{self.args[0]} (failed on {describe_ranks(self.failures)})", *frames, *reasons])
 
     @classmethod
     def of(cls, step: str, failures: Mapping[int, WRAPPED_EXCEPTION]) -> "CheckpointException":
@@ -324,6 +340,13 @@ def _describe(error: BaseException | None) -> list[str]:
         return traceback.format_exception_only(type(error), error)
     except Exception:  # noqa: BLE001 - a stranger's __str__ may raise anything
         return [str(RemoteError.from_exception(error))]
+
+
+def _reason_and_notes(error: BaseException) -> tuple[str, str]:
+    """What an error says, and the notes added to it, which may differ where the reason is the same."""
+    text = "".join(_describe(error)).rstrip()
+    notes = "\n".join(map(str, getattr(error, "__notes__", ())))
+    return (text.removesuffix(notes).rstrip(), notes) if notes else (text, "")
 
 
 def _portable(error: BaseException) -> BaseException:

@@ -105,8 +105,9 @@ def load(
             rank, or a module on the meta device has tensors that no checkpoint can have, such as
             non-persistent buffers.
         CheckpointException: A step failed on some rank; also an instance of that failure's class:
-            CheckpointNotFoundError if there is no checkpoint, IncompleteCheckpointError if a file of it is
-            missing, MissingKeyError, ShapeMismatchError, ChecksumError and so on.
+            CheckpointNotFoundError if there is no checkpoint, WrongFolderError if the checkpoints are in
+            folders below, IncompleteCheckpointError if a file is missing, MissingKeyError,
+            ShapeMismatchError, ChecksumError and so on.
 
     Example:
         >>> holdfast.load({"model": model, "optimizer": optimizer}, checkpoint_id="checkpoints/100")

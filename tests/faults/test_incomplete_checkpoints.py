@@ -14,7 +14,12 @@ from tests.support.checkpoints import METADATA, committed_files, data_files, fli
 from tests.support.states import same, small_state
 
 import holdfast as hf
-from holdfast.errors import CheckpointNotFoundError, IncompleteCheckpointError, IntegrityError
+from holdfast.errors import (
+    CheckpointNotFoundError,
+    IncompleteCheckpointError,
+    IntegrityError,
+    WrongFolderError,
+)
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 Damage = Callable[[Path], object]
@@ -107,10 +112,40 @@ def test_data_files_without_metadata_are_named_in_the_error_and_in_a_warning(
     with pytest.raises(CheckpointNotFoundError) as caught:
         load(tmp_path / "c", {"a": torch.zeros(1)})
     names = "of save 01c2398bce4e" if "holdfast" in golden else f"in torch's naming ({', '.join(files)})"
-    said = f"there are {len(files)} data file{'s' if len(files) > 1 else ''} {names}, but no .metadata"
+    said = f"it has {len(files)} data file{'s' if len(files) > 1 else ''} {names}, but no .metadata"
     assert said in str(caught.value)
     assert names in caught.value.found
     assert [record.levelno for record in caplog.records if said in record.getMessage()] == [logging.WARNING]
+
+
+def test_a_path_that_is_one_folder_too_short_is_not_a_first_start_and_names_the_newest(folder: Path) -> None:
+    for number in range(7):
+        shutil.copytree(folder, folder.parent / f"step-{number}")
+        os.utime(folder.parent / f"step-{number}" / METADATA, (number, number))
+    shutil.rmtree(folder)
+    (folder.parent / "logs").mkdir()
+    (folder.parent / "train.log").touch()
+    with pytest.raises(WrongFolderError, match=r"step-6, step-5, step-4, .* and 2 more") as caught:
+        train_as_people_do(folder.parent)
+    assert not isinstance(caught.value, FileNotFoundError)
+    assert caught.value.found == [f"step-{number}" for number in range(6, -1, -1)]
+    assert str(folder.parent / "step-6") in str(caught.value)
+
+
+def test_own_parts_one_folder_down_are_named_and_a_checkpoint_above_others_is_loaded(tmp_path: Path) -> None:
+    hf.save(small_state(1), checkpoint_id=tmp_path / "runs" / "own", use_collectives=False)
+    with pytest.raises(WrongFolderError, match="runs/own"):
+        train_as_people_do(tmp_path / "runs")
+    hf.save(small_state(2), checkpoint_id=tmp_path / "runs", use_collectives=False)
+    assert same(load(tmp_path / "runs", small_state(99)), small_state(2))
+
+
+def test_other_files_and_folders_are_a_first_start_and_are_told(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "train.log").touch()
+    with pytest.raises(CheckpointNotFoundError, match=r"it has no \.metadata \(it has train\.log, logs/\)"):
+        load(tmp_path, small_state(99))
+    assert train_as_people_do(tmp_path) == 0
 
 
 def test_an_empty_place_is_a_first_start_without_a_warning(

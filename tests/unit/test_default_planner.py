@@ -118,8 +118,41 @@ def test_the_class_of_the_error_tells_the_gravest_problem(
 
 
 def test_a_long_report_names_the_first_problems_and_counts_the_others(folder: Path) -> None:
-    with pytest.raises(MissingKeyError, match="and 80 more"):
+    with pytest.raises(MissingKeyError, match="and 94 more") as caught:
         hf.load({f"absent {number}": 1 for number in range(100)}, checkpoint_id=folder)
+    assert len(str(caught.value).splitlines()) <= 8
+    assert caught.value.found[99] == "absent 99: Missing key in checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "says"),
+    [
+        ("model.", "net.", "(it has m.model.0.weight)"),
+        ("", "module.", "(it has m.0.weight)"),
+        ("module.", "", "(it has m.module.0.weight)"),
+    ],
+)
+def test_another_prefix_is_one_line_that_names_both(
+    tmp_path: Path, saved: str, asked: str, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [f"{number}.{kind}" for number in range(30) for kind in ("weight", "bias")]
+    hf.save({"m": {f"{saved}{name}": torch.ones(1) for name in names}}, checkpoint_id=tmp_path)
+    state = {"m": {f"{asked}{name}": torch.ones(1) for name in names}}
+    with pytest.raises(MissingKeyError, match="60 problems") as caught:
+        hf.load(state, checkpoint_id=tmp_path)
+    first, only = str(caught.value).splitlines()[-2:]
+    assert "does not fit" in first
+    assert (
+        only
+        == f"  m.{asked}0.weight: Missing key in checkpoint {says}, and 59 more with the same other prefix"
+    )
+    assert not caplog.records  # the error has told it all
+
+
+def test_a_name_that_the_state_has_itself_is_no_hint(tmp_path: Path) -> None:
+    hf.save({"layer.weight": torch.ones(1)}, checkpoint_id=tmp_path)
+    with pytest.raises(MissingKeyError, match=r"layer2.weight: Missing key in checkpoint$"):
+        hf.load({"layer.weight": torch.ones(1), "layer2.weight": torch.ones(1)}, checkpoint_id=tmp_path)
 
 
 def neighbours() -> dict[str, Any]:

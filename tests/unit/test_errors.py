@@ -95,6 +95,30 @@ def test_what_many_ranks_share_is_told_once_with_the_ranks_and_one_traceback() -
     assert len(error.failures) == 32
 
 
+def test_the_reason_comes_last_and_our_own_errors_have_no_frames() -> None:
+    failures = {0: caught(errors.MissingKeyError("x: Missing key")), 1: caught(OSError(28, "No space left"))}
+    lines = str(CheckpointException.of("plan", failures)).splitlines()
+    assert lines[-2:] == [
+        "rank 0: holdfast.errors.MissingKeyError: x: Missing key",
+        "rank 1: OSError: [Errno 28] No space left",
+    ]
+    assert str(lines).count("in caught") == 1
+
+
+@pytest.mark.skipif(not hasattr(OSError, "add_note"), reason="Python 3.10 has no notes")
+def test_one_reason_is_told_once_though_notes_differ() -> None:
+    failures = {}
+    for rank in range(3):
+        error = errors.ChecksumError("damaged")
+        vars(error)["__notes__"] = [f"{rank // 2} values changed"]
+        failures[rank] = caught(error)
+    assert str(CheckpointException.of("read", failures)).splitlines()[1:] == [
+        "ranks 0-2: holdfast.errors.ChecksumError: damaged",
+        "ranks 0-1: 0 values changed",
+        "rank 2: 1 values changed",
+    ]
+
+
 def test_a_note_is_printed_once() -> None:
     cause = OSError(28, "No space left")
     vars(cause)["__notes__"] = ["nothing was changed"]

@@ -3,12 +3,14 @@
 import inspect
 import logging
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.support.tools import need_root
 
 import holdfast
 from holdfast.errors import CheckpointExistsError, NotAFolderError, UsageError
@@ -46,11 +48,22 @@ def test_a_storage_may_still_come_second_with_a_warning_that_points_here(tmp_pat
         hf.load(state(), hf.FileSystemReader(tmp_path))
 
 
+def test_a_warning_of_a_load_points_at_the_line_that_calls_it(tmp_path: Path) -> None:
+    hf.save({"a": torch.ones(3, dtype=torch.float64)}, tmp_path)
+    with pytest.warns(UserWarning, match="are cast on load") as warned:
+        hf.load({"a": torch.ones(3)}, tmp_path)
+    assert warned[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match="dedup_replicated_tensors") as warned:
+        hf.DefaultSavePlanner(dedup_replicated_tensors=True)
+    assert warned[0].filename == __file__
+
+
 @pytest.mark.parametrize(
     ("args", "options", "says"),
     [
         (("here", "there"), {}, "takes the state first"),
         (("here", {}), {}, "takes the state first"),
+        (("here",), {}, "takes the state first"),
         (({}, "here"), {"checkpoint_id": "there"}, "checkpoint_id twice"),
         (({}, "here", None), {}, "3 arguments without a name"),
     ],
@@ -114,6 +127,32 @@ def test_a_file_in_place_of_the_folder_is_not_a_first_start(tmp_path: Path, name
     assert (tmp_path / name).read_text() == "precious"
 
 
+def test_a_place_below_a_file_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "model.pt").touch()
+    with pytest.raises(NotAFolderError):
+        hf.save(state(), tmp_path / "model.pt" / "deeper")
+    assert not caplog.records
+
+
+def test_a_folder_that_must_not_be_written_is_named_with_the_right_that_is_missing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    need_root("to take the right to write from itself")
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o755)
+        os.seteuid(65534)
+        try:
+            with pytest.raises(
+                PermissionError, match="needs the right to make files in this folder"
+            ) as caught:
+                hf.save(state(), place)
+        finally:
+            os.seteuid(0)
+        assert caught.value.filename == place
+        assert ".lease" not in str(caught.value)
+        assert not caplog.records
+
+
 def test_overwrite_and_check_replicas_are_options_of_a_save(tmp_path: Path) -> None:
     hf.save(state(1.0), tmp_path, overwrite=False, check_replicas=False)
     with pytest.raises(CheckpointExistsError):
@@ -149,6 +188,8 @@ def test_options_of_the_load_planner_go_to_the_planner_that_is_passed(tmp_path: 
         ("load", "flatten_state_dict", r"DefaultLoadPlanner\(flatten_state_dict=...\)"),
         ("save", "strict", "an option of load"),
         ("load", "overwrite", "an option of save"),
+        ("load", "map_location", "to where the state has them"),
+        ("load", "weights_only", "no code of a checkpoint is run"),
         ("save", "path", "do you mean checkpoint_id="),
         ("load", "checkpoint_dir", "do you mean checkpoint_id="),
         ("async_save", "save_dir", "do you mean checkpoint_id="),

@@ -103,10 +103,14 @@ class RunningSave(SaveCancellation):
         return self.error is not None and not self.looked_at
 
     @property
+    def is_held(self) -> bool:
+        """Whether somebody holds the future."""
+        return self.future is not None and self.future() is not None
+
+    @property
     def may_still_be_looked_at(self) -> bool:
         """Whether the caller holds the future and has had no reason yet to look at it."""
-        held = self.future is not None and self.future() is not None
-        return held and not self.asked and not self.passed_over
+        return self.is_held and not self.asked and not self.passed_over
 
     def wait(self) -> None:
         """Return when it has ended and its future is done."""

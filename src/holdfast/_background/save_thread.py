@@ -15,6 +15,7 @@ from holdfast._background.save_future import SaveFuture
 from holdfast._engine.ports import SavePlannerPort, WriterPort
 from holdfast._engine.save import run_save
 from holdfast._ranks.exchange import Exchange
+from holdfast.errors import CheckpointException
 from holdfast.metadata import Metadata
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,6 @@ class SaveThread:
         cancelled = error is not None and is_cancellation(error)
         if error is not None and not cancelled:
             running.error = error
-            logger.error("the save to %s in the background failed: %s", running.place, error)
         running.group = None
         running.ended.set()
         running.keys = frozenset()
@@ -107,6 +107,10 @@ class SaveThread:
         _finish(future, error, metadata, cancelled=cancelled)
         if not future.staged.done():
             _finish(future.staged, error, None, cancelled=cancelled)
+        del future
+        if running.is_unseen_failure and not running.is_held:
+            # Whoever holds the future is told by it, and need not read it twice.
+            logger.error("the save to %s in the background failed: %s", running.place, _in_one_line(error))
 
 
 def _finish(future: Any, error: BaseException | None, value: Any, *, cancelled: bool) -> None:
@@ -116,6 +120,13 @@ def _finish(future: Any, error: BaseException | None, value: Any, *, cancelled: 
         future.fail(error)
     else:
         future.complete(value)
+
+
+def _in_one_line(error: BaseException | None) -> str:
+    """The first line of what the first rank that failed says."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = error.failures[min(error.failures)][0]
+    return "".join(traceback.format_exception_only(error)).partition("\n")[0]
 
 
 def _lower_priority() -> None:

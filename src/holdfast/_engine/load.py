@@ -34,6 +34,7 @@ def run_load(
     progress: ProgressTracker | None = None,
     complete: Callable[[Metadata], None] = lambda _: None,
     check: Callable[[Mapping[str, Any] | None, LoadResult], None] = lambda *_: None,
+    may_change: Callable[[tuple[Any, ...]], bool] = lambda _: True,
 ) -> LoadResult:
     """Load into ``state_dict``, in place; called on every rank of the exchange.
 
@@ -50,6 +51,8 @@ def run_load(
             what can only be made when the checkpoint is known.
         check: Called before anything is read, with the flat state, or None if the planner does not say what
             it fills, and what will be loaded. It may raise.
+        may_change: Asked after a failure, with the path of a value that was loaded: whether it is the
+            caller's own, and not thrown away with ``state_dict``.
 
     Returns:
         What was done on this rank.
@@ -58,7 +61,11 @@ def run_load(
         CheckpointException: A step failed on some rank; the same on every rank.
     """
     context = LoadContext(
-        exchange.rank, exchange.world_size, exchange.is_coordinator, progress or ProgressTracker()
+        exchange.rank,
+        exchange.world_size,
+        exchange.is_coordinator,
+        progress or ProgressTracker(),
+        may_change=lambda key: may_change(planner.key_paths().get(key, ())),
     )
     stored, is_shared = read_metadata(reader, exchange)
     by_rank: LoadByRank | None = None

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from holdfast._engine.callers_values import is_callers_own
 from holdfast._engine.load import run_load
 from holdfast._engine.meta_modules import MetaTensors
 from holdfast._engine.optimizer_room import OptimizerRooms
@@ -41,6 +42,7 @@ def load_into(
             progress=progress,
             complete=optimizers.make,
             check=on_meta.check,
+            may_change=lambda path: is_callers_own(path, state_dict, opened, found),
         )
         on_meta.materialise()
         optimizers.settle()

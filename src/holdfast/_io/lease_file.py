@@ -1,5 +1,6 @@
 """The file of a lease: what it says, and how it is written and read."""
 
+import errno
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from holdfast._io.process_identity import ProcessIdentity, this_process
 from holdfast._io.store import ByteStore
 from holdfast.errors import CheckpointError
 
+_NO_RIGHT = {errno.EACCES, errno.EPERM, errno.EROFS}
 _MOST_BYTES = 16 << 20  # a lease that replaces files in torch's naming lists them
 
 
@@ -71,7 +73,7 @@ class LeaseFile:
         """Make the file.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: It cannot be written. The error names the place, if the right to write there is missing.
         """
         # In one step: a lease that a killed process left half written would name nobody, and keep the place
         # closed until it expires.
@@ -81,6 +83,12 @@ class LeaseFile:
             except FileNotFoundError:  # noqa: PERF203 - a clean-up may take the temporary file for a leftover
                 if attempt == 2:
                     raise
+            except OSError as error:
+                if error.errno not in _NO_RIGHT:
+                    raise
+                # Nobody knows the lease: the folder is what the user has to look at.
+                text = f"{error.strerror}; a save needs the right to make files in this folder"
+                raise type(error)(error.errno, text, self.store.url) from error
             else:
                 return
 

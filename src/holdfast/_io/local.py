@@ -3,8 +3,9 @@
 import errno
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 
 from typing_extensions import Buffer
 
@@ -24,6 +25,7 @@ from holdfast.errors import CheckpointNotFoundError, NotAFolderError, StorageErr
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a named pipe that somebody planted would wait for ever.
 _OLD = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_MOST_ENTRIES, _MOST_FOLDERS = 10_000, 1_000
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -155,12 +157,26 @@ class LocalStore(ByteStore):
         except NotADirectoryError as error:
             raise _not_a_folder(self._folder) from error
 
+    def folders_with(self, names: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+        """Folders below this one, for messages; see FileSource."""
+        times, others = dict[str, int](), set[str]()
+        with suppress(FileNotFoundError), os.scandir(self._folder) as entries:
+            # A place may have a hundred thousand files: a bounded look is enough for a message.
+            folders = (entry for entry in islice(entries, _MOST_ENTRIES) if entry.is_dir())
+            for folder in islice(folders, _MOST_FOLDERS):
+                found: Sequence[int | None] = ()
+                with suppress(OSError):  # one that must not be looked into
+                    found = [_modified_ns(os.path.join(folder.path, name)) for name in names]
+                newest = max((time for time in found if time is not None), default=None)
+                if newest is None:
+                    others.add(folder.name)
+                else:
+                    times[folder.name] = newest
+        return sorted(times, key=times.__getitem__, reverse=True), sorted(others)
+
     def modified_ns(self, name: str) -> int | None:
         """When a file was last written or touched, by the clock of the file system."""
-        try:
-            return os.stat(self._path(check_name(name)), follow_symlinks=False).st_mtime_ns
-        except FileNotFoundError:
-            return None
+        return _modified_ns(self._path(check_name(name)))
 
     def rewrite(self, name: str, data: bytes) -> bool:
         """Put ``data`` into a small file that exists; see ByteStore. A missing file is never made."""
@@ -191,6 +207,13 @@ class LocalStore(ByteStore):
 
     def _path(self, name: str) -> str:
         return os.path.join(self._folder, name)
+
+
+def _modified_ns(path: str) -> int | None:
+    try:
+        return os.stat(path, follow_symlinks=False).st_mtime_ns
+    except FileNotFoundError:
+        return None
 
 
 def _size(entry: "os.DirEntry[str]") -> int | None:

@@ -10,7 +10,7 @@ An error of the operating system leaves as an OSError with errno, strerror and t
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from typing_extensions import Buffer
@@ -90,6 +90,14 @@ class FileSource(ABC):
     def names(self) -> set[str]:
         """The name of every file; cheaper than ``list`` on some stores."""
         return set(self.list())
+
+    def folders_with(self, names: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:  # noqa: ARG002
+        """Folders directly below this place, for messages: those with a file of these names, and the others.
+
+        The first ones are sorted by the time of that file, the newest first. A store looks at a bounded
+        number of folders. One that knows of no folders, as this one, returns none.
+        """
+        return (), ()
 
     @abstractmethod
     def exists(self, name: str) -> bool:

@@ -1,7 +1,6 @@
 """Whether a checkpoint fits a state in every key, shape, dtype and kind; and the plan that fills it."""
 
 import logging
-import warnings
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from holdfast._plan.metadata_entries import description_of, directory_of, dtypes
 from holdfast._plan.read_columns import ReadColumns
 from holdfast._plan.reshard import fill_tensor
 from holdfast._tensors.chunks import dtype_of, global_shape, is_tensor, local_parts, refuse_undescribable
+from holdfast._user_warning import warn_user
 from holdfast.errors import PlanError
 from holdfast.metadata import Metadata
 from holdfast.per_rank import KEPT
@@ -52,7 +52,7 @@ def plan_load(
         number = numbers.get(key)
         if number is None:
             if not allow_missing:
-                report.add_missing(key, numbers)
+                report.add_missing(key)
             continue
         if kinds[number] == OBJECT:
             if is_tensor(value):
@@ -80,9 +80,12 @@ def plan_load(
             continue
         _check_tensor(key, size(shape), dtypes[properties[number]], value, cast, report, narrowed)
         sharded.append((key, number))
-    if refuse_unexpected is not False:
-        _check_unexpected(state, metadata, report, refuse=refuse_unexpected)
-    report.raise_if_any()
+    unexpected = _unexpected(state, metadata) if refuse_unexpected is not False else []
+    for key in unexpected if refuse_unexpected else ():
+        report.add("unexpected", key, "is in the checkpoint, but not in the state; strict=False ignores it")
+    report.raise_if_any(lambda: unexpected or _unexpected(state, metadata))
+    if refuse_unexpected is None:
+        _warn_of_forgotten(unexpected, state, metadata)
     for key, number in sharded:
         fill_tensor(columns, key, number, state[key])
     if mismatched:
@@ -98,10 +101,9 @@ def plan_load(
 def warn_of_casts(narrowed: list[str]) -> None:
     """Warn of what is cast without the caller's word; ``check_dtype`` notes it."""
     if narrowed:
-        warnings.warn(
+        warn_user(
             f"tensors are cast on load: {_listed(narrowed, '; ')}. cast=True says it is meant, cast=False "
-            "raises.",
-            stacklevel=3,
+            "raises."
         )
 
 
@@ -168,24 +170,22 @@ def _kind(dtype: torch.dtype) -> str:
     return "bool" if dtype == torch.bool else "int"
 
 
-def _check_unexpected(
-    state: dict[str, Any], metadata: Metadata, report: FitReport, *, refuse: bool | None
-) -> None:
+def _unexpected(state: dict[str, Any], metadata: Metadata) -> list[str]:
+    """The keys of the checkpoint that the state does not have, and that were not saved for another rank."""
     if (
         len(state) == len(metadata.state_dict_metadata)
         and state.keys() == metadata.state_dict_metadata.keys()
     ):
-        return
+        return []
     # What was kept for single ranks is only for those who ask for it by name.
     unexpected = [k for k in metadata.state_dict_metadata if k not in state and not k.startswith(KEPT)]
     # What other ranks saved for themselves is not for this one, where it loads its own.
     own = own_places(state)
-    if own:
-        unexpected = [key for key in unexpected if not is_of_another_rank(key, own)]
-    if refuse:
-        for key in unexpected:
-            problem = "is in the checkpoint, but not in the state; strict=False ignores it"
-            report.add("unexpected", key, problem)
+    return [key for key in unexpected if not is_of_another_rank(key, own)] if own else unexpected
+
+
+def _warn_of_forgotten(unexpected: list[str], state: dict[str, Any], metadata: Metadata) -> None:
+    if not unexpected:
         return
     # A program that loads only its model from a checkpoint of model and optimizer means it. A key below
     # a container that is being loaded was more likely forgotten: a momentum buffer, a buffer of a module.

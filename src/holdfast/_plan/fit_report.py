@@ -1,15 +1,23 @@
 """All the reasons why a checkpoint does not fit a state, collected and raised together."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
+from itertools import islice
 from typing import Literal, TypeAlias, get_args
 
 from holdfast.errors import DtypeMismatchError, MissingKeyError, PlanError, ShapeMismatchError
 
-_MOST_LINES = 20
+_MOST_LINES = 6
+_MOST_KEPT = 1_000
+_MOST_TRIED = 3
+_MOST_COMPARED = 5_000
+_SAMPLE = 50
 
 Kind: TypeAlias = Literal["missing", "unexpected", "shape", "dtype", "kind"]
 """The kinds of problems, in the order in which they are listed."""
+
+# The words that torch has for it: programs look for them.
+_MISSING = "Missing key in checkpoint"
 
 
 class FitReport:
@@ -22,14 +30,16 @@ class FitReport:
         """Note a problem."""
         self._problems[kind].append((key, sentence))
 
-    def add_missing(self, key: str, there: Iterable[str]) -> None:
-        """Note a key that the checkpoint does not have, with the nearest name that it has."""
-        near = "" if len(self._problems["missing"]) >= _MOST_LINES else _nearest(key, there)
-        # The words that torch has for it: programs look for them.
-        self.add("missing", key, f"Missing key in checkpoint{near}")
+    def add_missing(self, key: str) -> None:
+        """Note a key that the checkpoint does not have."""
+        self.add("missing", key, _MISSING)
 
-    def raise_if_any(self) -> None:
-        """Raise one error that lists everything.
+    def raise_if_any(self, unclaimed: Callable[[], Iterable[str]] = tuple) -> None:
+        """Raise one error for everything: the message has a few lines, ``found`` every problem, up to 1,000.
+
+        Args:
+            unclaimed: Returns the keys of the checkpoint that the state does not have: what is missing may be
+                there under one of these names.
 
         Raises:
             MissingKeyError: Something is missing, whatever else there is.
@@ -40,24 +50,60 @@ class FitReport:
         found = [problem for problems in self._problems.values() for problem in problems]
         if not found:
             return
-        lines = [f"{key}: {sentence}" for key, sentence in found[:_MOST_LINES]]
-        if len(found) > len(lines):
-            lines.append(f"and {len(found) - len(lines)} more")
+        missing = [key for key, _ in self._problems["missing"]]
+        told = _lines_of_missing(missing, set(unclaimed())) if missing else []
+        told += [(f"{key}: {sentence}", 1) for key, sentence in found[len(missing) :]]
+        lines = [line for line, _ in told[:_MOST_LINES]]
+        left = sum(count for _, count in told[_MOST_LINES:])
+        if left:
+            lines.append(f"and {left} more")
         noun = "1 problem" if len(found) == 1 else f"{len(found)} problems"
         error = PlanError
         if len(self._problems["dtype"]) == len(found):
             error = DtypeMismatchError
-        elif self._problems["missing"]:
+        elif missing:
             error = MissingKeyError
         elif self._problems["shape"]:
             error = ShapeMismatchError
         raise error(
             f"the checkpoint does not fit ({noun}; nothing was changed):\n  " + "\n  ".join(lines),
             key=found[0][0],
+            found=[f"{key}: {sentence}" for key, sentence in found[:_MOST_KEPT]],
         )
 
 
-def _nearest(key: str, there: Iterable[str]) -> str:
-    """The most similar name in words, or nothing if none is similar."""
-    close = difflib.get_close_matches(key, list(there)[:20_000], n=1, cutoff=0.75)
-    return f" (it has {close[0]})" if close else ""
+def _lines_of_missing(missing: list[str], unclaimed: set[str]) -> list[tuple[str, int]]:
+    """Lines, and how many keys each is about. Keys that are there with another prefix are one line."""
+    lines: list[tuple[str, int]] = []
+    prefixes = _other_prefix(missing, unclaimed)
+    if prefixes is not None:
+        old, new = prefixes
+        moved = [key for key in missing if key.startswith(old) and new + key[len(old) :] in unclaimed]
+        more = f", and {len(moved) - 1} more with the same other prefix" if len(moved) > 1 else ""
+        there = new + moved[0][len(old) :]
+        lines.append((f"{moved[0]}: {_MISSING} (it has {there}){more}", len(moved)))
+        are_told = set(moved)
+        missing = [key for key in missing if key not in are_told]
+    names = sorted(unclaimed)[:_MOST_COMPARED]
+    for number, key in enumerate(missing):
+        close = difflib.get_close_matches(key, names, n=1, cutoff=0.75) if number < _MOST_LINES else []
+        lines.append((f"{key}: {_MISSING}" + (f" (it has {close[0]})" if close else ""), 1))
+    return lines
+
+
+def _other_prefix(missing: list[str], unclaimed: Collection[str]) -> tuple[str, str] | None:
+    """The prefix of missing keys, and the one that most of these keys have in the checkpoint."""
+    for key in missing[:_MOST_TRIED]:
+        steps = key.split(".")
+        for depth in range(len(steps)):
+            end = ".".join(steps[depth:])
+            old = key[: len(key) - len(end)]
+            ends = [one[len(old) :] for one in missing if one.startswith(old)][:_SAMPLE]
+            # A single name, such as ``weight``, is at the end of too many others to tell anything.
+            if "." not in end and len(ends) == 1:
+                continue
+            there = (one for one in unclaimed if one == end or one.endswith(f".{end}"))
+            for new in {one[: len(one) - len(end)] for one in islice(there, _SAMPLE)}:
+                if 2 * sum(new + one in unclaimed for one in ends) >= len(ends):
+                    return old, new
+    return None

@@ -7,7 +7,6 @@ metadata and checks that no chunk overlaps or is missing.
 
 import dataclasses
 import io
-import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
@@ -24,6 +23,7 @@ from holdfast._plan.planner_values import HasOwnValues, finds_values_itself
 from holdfast._plan.replica_fingerprints import fingerprint_replicas
 from holdfast._plan.write_columns import WriteItems
 from holdfast._tensors.chunks import find_box, find_chunk, is_any_tensor, is_tensor, local_chunks
+from holdfast._user_warning import warn_user
 from holdfast.errors import InvalidPlanError, UsageError
 from holdfast.metadata import STATE_DICT_TYPE, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from holdfast.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -69,11 +69,10 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
                 found=check_replicas,
             )
         if dedup_replicated_tensors is not None:
-            warnings.warn(
+            warn_user(
                 "dedup_replicated_tensors has no effect: replicated values are always written once. "
                 "Leave the argument out.",
                 DeprecationWarning,
-                stacklevel=2,
             )
         self.flatten_state_dict = flatten_state_dict
         self.flatten_sharded_tensors = flatten_sharded_tensors

@@ -187,7 +187,7 @@ def _removable(
 def _warn_of_strangers(store: ByteStore, names: list[str]) -> None:
     if names:
         logger.warning(
-            "%s: there are %s that belong to no checkpoint known here; they stay. If somebody has moved "
+            "%s: it has %s of no checkpoint known here; they stay. If somebody has moved "
             "their metadata away, or it was damaged, put it and these files into another folder. Otherwise "
             "remove them: %s",
             *(store.url, describe_data_files(names), ", ".join(sorted(names)[:_MOST_NAMED])),
@@ -209,6 +209,9 @@ def discard_files(store: ByteStore, names: Iterable[str], *, rank: int | None) -
     Returns:
         Whether nothing of the save is left.
     """
+    names = list(names)
+    if not names:
+        return True  # the place may be what failed
     try:
         used = _files_named_by(store, metadata_name(rank))
     except CheckpointNotFoundError:

@@ -21,7 +21,7 @@ class PlannerCalls:
     Attributes:
         planner: The planner.
         lock: Held by whoever calls it. The thread that holds it may take it again.
-        touched: The keys of values that have been changed.
+        touched: The keys of values that have been changed, or may have been.
     """
 
     def __init__(self, planner: LoadPlanner) -> None:
@@ -68,11 +68,17 @@ class Destination:
                         found=tuple(target.shape),
                     )
                 self._target = target
-                self.calls.touched.append(self.key)
             return self._target.detach()
 
+    def touch(self) -> None:
+        """Note that the destination is about to be changed."""
+        self.calls.touched.append(self.key)
+
     def memory(self) -> memoryview | None:
-        """The destination's own bytes, if what is stored can be written there as it is."""
+        """The destination's own bytes, if what is stored can be written there as it is.
+
+        Whoever writes there calls ``touch`` before.
+        """
         target = self.target()
         if target.dtype == self.dtype and is_plain_memory(target):
             return memory_of(target)
@@ -86,6 +92,7 @@ class Destination:
                 target = target.narrow(dimension, start, length)
         if part.dtype == target.dtype == _FLOAT4:
             target, part = target.view(torch.uint8), part.view(torch.uint8)
+        self.touch()
         target.copy_(part)
 
     def arrived(self) -> None:

@@ -121,6 +121,7 @@ class RangeRead(NamedTuple):
         piece, chunk = self.range, self.chunk
         memory = self._own_memory()
         if memory is not None:
+            self.destination.touch()
             self.reader.read(piece.start, memory)
             return 0 if checksum is None else crc32(memory, checksum)
         with self.reader.context.budget.hold(piece.nbytes):

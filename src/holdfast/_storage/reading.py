@@ -3,11 +3,12 @@
 import sys
 from collections.abc import Callable
 
-from holdfast._format.names import METADATA, describe_data_files, metadata_name, metadata_rank
+from holdfast._format.names import METADATA, metadata_name, metadata_rank
 from holdfast._io import pool
 from holdfast._io.pool import Budget, Cancellation
 from holdfast._io.progress import ProgressTracker
 from holdfast._io.store import FileSource
+from holdfast._storage.absence import explain_absence
 from holdfast._storage.destinations import PlannerCalls
 from holdfast._storage.item_reader import Chunk, ItemReader, ReadContext
 from holdfast._storage.metadata_reading import load_metadata
@@ -34,13 +35,14 @@ def read_metadata_file(store: FileSource, *, rank: int | None = None, allow_pick
 
     Raises:
         CheckpointNotFoundError: There is no metadata. ``found`` tells of data files that are there.
+        WrongFolderError: There is nothing of a checkpoint, and there are checkpoints in folders below.
         IntegrityError: There is some, and it is damaged or unsafe.
     """
     name = metadata_name(rank)
     try:
         data = store.read(name, max_bytes=LARGEST_METADATA)
     except CheckpointNotFoundError as error:
-        raise _not_found(store, name) from error
+        raise explain_absence(store, name) from error
     return load_metadata(data, path=f"{store.url}/{name}", allow_pickle=allow_pickle)
 
 
@@ -57,6 +59,7 @@ def read_own_parts(
 
     Raises:
         CheckpointNotFoundError: There is no such checkpoint, not even one part.
+        WrongFolderError: The same, and there are checkpoints in folders below.
         IncompleteCheckpointError: Parts of it are missing.
         PlanError: Other ranks load than have saved, and the parts do not agree.
     """
@@ -65,24 +68,8 @@ def read_own_parts(
     numbers = sorted(found for name in store.names() if (found := metadata_rank(name)) is not None)
     parts = {number: read_metadata_file(store, rank=number, allow_pickle=allow_pickle) for number in numbers}
     if not parts:
-        raise _not_found(store, METADATA)
+        raise explain_absence(store, METADATA)
     return join_parts(parts, rank=rank, world_size=world_size, path=store.url)
-
-
-def _not_found(store: FileSource, name: str) -> CheckpointNotFoundError:
-    names = store.names()
-    files = describe_data_files(names)
-    if files is not None:
-        text = (
-            f"no complete checkpoint at {store.url}: there are {files}, but no {name}. Either the save did "
-            f"not end, or {name} was removed: then put it back before you save here again."
-        )
-    elif names:
-        near = ", ".join(sorted(names)[:5])
-        text = f"no checkpoint at {store.url}: it has no {name} (it has {near})"
-    else:
-        text = f"no checkpoint at {store.url}: there is no such folder, or it is empty"
-    return CheckpointNotFoundError(text, path=store.url, found=files)
 
 
 def read_items(
@@ -96,6 +83,7 @@ def read_items(
     budget: int,
     verify: bool,
     progress: ProgressTracker,
+    may_change: Callable[[str], bool] = lambda _: True,
 ) -> None:
     """Read every item of a plan and give it to the planner.
 
@@ -112,6 +100,7 @@ def read_items(
         budget: The most bytes of scratch memory.
         verify: Whether checksums are compared.
         progress: Told of the bytes that are read.
+        may_change: Whether an error is to call the value of a key changed; see ``LoadContext``.
 
     Raises:
         IncompleteCheckpointError: A file that the metadata names is missing.
@@ -135,10 +124,10 @@ def read_items(
     except CheckpointNotFoundError as error:
         # A file that was there a moment ago.
         gone = IncompleteCheckpointError(f"{error} {_REMEDY}", key=error.key, path=error.path)
-        _say_what_changed(gone, calls.touched)
+        _say_what_changed(gone, calls.touched, may_change)
         raise gone from error
     except BaseException as error:
-        _say_what_changed(error, calls.touched)
+        _say_what_changed(error, calls.touched, may_change)
         raise
     finally:
         for file in files:
@@ -202,13 +191,14 @@ def _tensor_jobs(
     return [*(job for group in groups for job in small_tensor_jobs(context, file, group)), *jobs]
 
 
-def _say_what_changed(error: BaseException, touched: list[str]) -> None:
-    keys = sorted(set(touched))
+def _say_what_changed(error: BaseException, touched: list[str], may_change: Callable[[str], bool]) -> None:
+    keys = sorted(filter(may_change, set(touched)))
     if not keys:
-        note = "nothing was changed by this load"
+        note = "nothing was changed here by this load"
     else:
         more = f" and {len(keys) - 10} more" if len(keys) > 10 else ""
-        note = f"the load had begun: {len(keys)} values are changed: {', '.join(keys[:10])}{more}"
+        count = "1 value" if len(keys) == 1 else f"{len(keys)} values"
+        note = f"the load had begun, and may have changed {count}: {', '.join(keys[:10])}{more}"
     if sys.version_info >= (3, 11):
         error.add_note(note)
     elif error.args and isinstance(error.args[0], str):

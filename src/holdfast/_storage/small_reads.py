@@ -91,7 +91,9 @@ class SmallTensors:
         if self.values is not None:
             yield from map(self.values.__getitem__, self.keys)
         for destination in self.destinations:
-            yield destination.target()
+            target = destination.target()
+            destination.touch()
+            yield target
             destination.arrived()
 
     def requests(self, traits: StoreTraits) -> Iterator[slice]:

@@ -150,6 +150,7 @@ class StoreReader(AtStore[FileSource], StorageReader):
             budget=self.memory_budget,
             verify=self.verify,
             progress=self.context.progress,
+            may_change=self.context.may_change,
         )
 
     def read_data_together(

@@ -10,12 +10,14 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from holdfast._context import SaveContext
+from holdfast._format.description import ints
 from holdfast._format.manifest import Manifest
 from holdfast._format.names import METADATA, data_file_name, metadata_name, shows_a_checkpoint
 from holdfast._io.lease import Lease, take_lease
 from holdfast._io.store import ByteStore
 from holdfast._plan.metadata_entries import directory_of
 from holdfast._plan.write_columns import columns_of
+from holdfast._storage.arrival_check import check_arrived
 from holdfast._storage.cleanup import (
     discard_files,
     files_of_save,
@@ -235,6 +237,7 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
         assert self._lease is not None
         store, rank = self.store, self._own_rank
         try:
+            check_arrived(store, self._files_of_others(manifest))
             replaced = files_to_replace(store, rank=rank)
             pieces = dump_manifest(manifest, metadata, torch_compatible=self.torch_compatible)
             self.context.confirm_commit()
@@ -246,6 +249,14 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
                 self._lease.leave()
             raise
         remove_replaced(store, self._lease, manifest.file_names, replaced, footer=pieces[-1], rank=rank)
+
+    def _files_of_others(self, manifest: Manifest) -> dict[str, int]:
+        """The data files that other ranks have written for this save, with their sizes."""
+        if self._own_rank is not None or self._world_size == 1:
+            return {}
+        mine = set(self._written)
+        sizes = zip(manifest.file_names, ints(manifest.file_nbytes, "q"), strict=True)
+        return {name: nbytes for name, nbytes in sizes if name not in mine}
 
     def abandon(self, *, outcome_is_known: bool = True) -> None:
         """After a save that failed: remove what this rank has written for it, and let others in.

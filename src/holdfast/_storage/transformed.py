@@ -65,6 +65,8 @@ def deliver_transformed(reader: ItemReader, chunk: Chunk, destination: Destinati
     frame = tensor_item(str(chunk.dtype)[6:], chunk.shape)
     _fill(stream, memoryview(bytearray(frame.payload_offset(0))), reader)
     memory = destination.memory() if destination.item.lengths == chunk.shape else None
+    if memory is not None:
+        destination.touch()
     checksum = (
         _fill(stream, memory, reader)
         if memory is not None

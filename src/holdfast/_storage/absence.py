@@ -1,0 +1,46 @@
+"""Owns the error for a place without metadata: what is there instead, and whether it can be a first start."""
+
+from collections.abc import Sequence
+
+from holdfast._format.names import METADATA, describe_data_files, metadata_name, shows_a_checkpoint
+from holdfast._io.store import FileSource
+from holdfast.errors import CheckpointNotFoundError, StorageError, WrongFolderError
+
+_MOST_NAMED = 5
+
+
+def explain_absence(store: FileSource, name: str) -> StorageError:
+    """The error for a place that lacks its metadata file ``name``.
+
+    Returns:
+        A CheckpointNotFoundError, which programs take for their first start. If there is nothing of a
+        checkpoint, but there are checkpoints in folders below, a WrongFolderError: the path is too short.
+    """
+    names = store.names()
+    files = describe_data_files(names)
+    if files is not None:
+        text = (
+            f"no complete checkpoint at {store.url}: it has {files}, but no {name}. Either the save did "
+            f"not end, or {name} was removed: then put it back before you save here again."
+        )
+        return CheckpointNotFoundError(text, path=store.url, found=files)
+    below, others = store.folders_with([METADATA, metadata_name(0)])
+    if below and not any(map(shows_a_checkpoint, names)):
+        one = f"{store.url.rstrip('/')}/{below[0]}"
+        return WrongFolderError(
+            f"no checkpoint at {store.url}: the checkpoints are in folders of it: {_listed(below)} (newest "
+            f"first). Name one of them, such as {one}",
+            path=store.url,
+            found=list(below),
+        )
+    there = [*sorted(names), *(f"{folder}/" for folder in others)]
+    if there:
+        text = f"no checkpoint at {store.url}: it has no {name} (it has {_listed(there)})"
+    else:
+        text = f"no checkpoint at {store.url}: there is no such folder, or it is empty"
+    return CheckpointNotFoundError(text, path=store.url)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
