@@ -22,11 +22,14 @@ class FitReport:
         """Note a problem."""
         self._problems[kind].append((key, sentence))
 
-    def add_missing(self, key: str, there: Iterable[str]) -> None:
-        """Note a key that the checkpoint does not have, with the nearest name that it has."""
-        near = "" if len(self._problems["missing"]) >= _MOST_LINES else _nearest(key, there)
+    def add_missing(self, key: str, there: Iterable[str], why: str = "") -> None:
+        """Note a key that the checkpoint does not have: with the reason, or the nearest name that it has."""
+        if why:
+            why = f": {why}"
+        elif len(self._problems["missing"]) < _MOST_LINES:
+            why = _nearest(key, there)
         # The words that torch has for it: programs look for them.
-        self.add("missing", key, f"Missing key in checkpoint{near}")
+        self.add("missing", key, f"Missing key in checkpoint{why}")
 
     def raise_if_any(self) -> None:
         """Raise one error that lists everything.

@@ -5,6 +5,7 @@ keys. torch turns every key of a dict into a string on the way and forgets what 
 both (:class:`TypedKey`), and a :class:`Structure` also remembers the containers that hold no leaf.
 """
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -90,6 +91,21 @@ def containers_of(planner_data: Any) -> dict[Path, Container]:
     return planner_data.containers if isinstance(planner_data, Structure) else {}
 
 
+def container_kinds(paths: Mapping[str, Any]) -> dict[Path, str]:
+    """The opened containers of a state: ``dict``, ``list``, or ``tensor`` for the parts of a tensor."""
+    kinds: dict[Path, str] = {}
+    for path in itertools.chain(paths.values(), containers_of(paths)):
+        # A planner that is not ours may have something else here.
+        step, above = (path[-1], path[:-1]) if isinstance(path, tuple) and path else (None, ())
+        while above and above not in kinds:
+            kinds[above] = "list" if type(step) is int else "dict"
+            step, above = above[-1], above[:-1]
+    for path, container in containers_of(paths).items():
+        if path and container.kind != "list":
+            kinds[path] = "dict" if container.tensor is None else "tensor"
+    return kinds
+
+
 def merge_structures(all_ranks: list[Any]) -> Structure:
     """The structure of a state of which each rank has a part, from the planner data of all ranks' plans."""
     if len(all_ranks) == 1 and isinstance(all_ranks[0], Structure):
@@ -98,7 +114,37 @@ def merge_structures(all_ranks: list[Any]) -> Structure:
     for planner_data in all_ranks:
         merged.refuse_other_tensors(planner_data)
         merged.merge({} if planner_data is None else planner_data)
+    first = all_ranks[0] if all_ranks else None
+    # Ranks with the same keys have the same containers.
+    if len(merged) > len(first or ()) or len(merged.containers) > len(containers_of(first)):
+        _refuse_other_kinds(merged, all_ranks)
     return merged
+
+
+def _refuse_other_kinds(merged: Structure, all_ranks: list[Any]) -> None:
+    """Raise PlanError if one rank has a value or a list where another has a dict: no state has both."""
+    kinds: dict[Path, str] = {}
+    paths: list[Any] = [*merged.values()]
+    places: list[tuple[Path, str]] = [(path, "value") for path in paths if isinstance(path, tuple)]
+    places += [(path, "dict") for path, told in merged.containers.items() if told.kind != "list"]
+    for leaf, what in places:
+        path, kind = leaf, what
+        while path and path not in kinds:
+            kinds[path] = kind
+            path, kind = path[:-1], "list" if type(path[-1]) is int else "dict"
+        if path and kinds[path] != kind:
+            key = ".".join(map(str, path))
+            held: dict[str, int] = {}
+            for rank, of_rank in enumerate(all_ranks):
+                known = of_rank or {}
+                here = container_kinds(known).get(path) or ("value" if path in known.values() else "")
+                held.setdefault(here, rank)
+            found = " and ".join(f"rank {rank} has a {here}" for here, rank in held.items() if here)
+            raise PlanError(
+                f"{key}: {found} here, and these cannot be kept for each rank. Save PerRank(value) on every "
+                "rank, or rename one of them.",
+                key=key,
+            )
 
 
 def flatten(
