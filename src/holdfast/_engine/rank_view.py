@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,15 +9,15 @@ from typing import Any
 from holdfast._engine.saved_by_rank import Path, find, flat
 from holdfast._format.description import Directory
 from holdfast._plan.flatten import Structure, containers_of
+from holdfast._plan.kept_values import name_some
 from holdfast._plan.metadata_entries import MetadataEntries
 from holdfast._plan.read_columns import stored_keys_of
 from holdfast._storage.item_places import ItemPlaces, StorageData, places_of
 from holdfast._tensors.chunks import is_sharded
+from holdfast._user_warnings import warn_user
 from holdfast.metadata import Metadata, MetadataIndex
 from holdfast.per_rank import KEPT, KeptKey, kept_key
 from holdfast.planner import LoadPlan
-
-_MOST_NAMED = 10
 
 
 @dataclass
@@ -71,15 +70,12 @@ def warn_of_shared(ranks: Sequence[Mapping[str, int]], world_size: int) -> None:
     keys = {key: count for of_rank in ranks for key, count in of_rank.items()}
     if not keys:
         return
-    named = [*keys][:_MOST_NAMED]
-    if len(keys) > len(named):
-        named.append(f"and {len(keys) - len(named)} more")
-    warnings.warn(
-        f"{max(keys.values())} ranks saved a value each under the keys {', '.join(named)}, and every rank "
-        "gets that of the rank that coordinated the save. A rank gets its own only if as many ranks load as "
-        f"saved (now {world_size}), and into a value that is not sharded. Save PerRank(value), and load it "
-        "with a rule (resize=), if another number of ranks needs other values.",
-        stacklevel=2,
+    saved_by = max(keys.values())
+    why = f"{world_size} load" if saved_by != world_size else "they are loaded into sharded tensors"
+    warn_user(
+        f"each rank now has rank 0's value of {name_some(keys)}: {saved_by} ranks saved different ones, and "
+        f"{why}. Random states among them give the same numbers on every rank. PerRank(value, resize=rule) "
+        "gives each rank its own."
     )
 
 

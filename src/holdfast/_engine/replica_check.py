@@ -8,17 +8,17 @@ one rank and a number, or a list, on another differ as well: then all that is in
 """
 
 import hashlib
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from holdfast._engine.ports import Fingerprints, SavePlannerPort
-from holdfast._plan.kept_values import MOST_VALUES
+from holdfast._plan.kept_values import MOST_VALUES, name_some
 from holdfast._plan.planner_values import finds_values_itself
 from holdfast._plan.replica_fingerprints import UNKNOWN, is_container
 from holdfast._plan.write_columns import columns_of
 from holdfast._ranks.exchange import Exchange
+from holdfast._user_warnings import warn_user
 from holdfast.errors import PlanError
 from holdfast.per_rank import kept_name
 from holdfast.planner import SavePlan
@@ -108,7 +108,7 @@ class Replicas:
         def plan_all(offers: list[_OwnPlan]) -> list[SavePlan]:
             _refuse_what_cannot_be_kept(offers, different)
             planned = make_global_plan([offer.plan for offer in offers if offer.plan is not None])
-            warnings.warn(_warning(different, self.exchange.rank), stacklevel=2)
+            warn_user(_warning(different, self.exchange.rank))
             return planned
 
         # Both are still the step "plan" to who reads an error: what fails in them is planning.
@@ -273,28 +273,18 @@ def _refused(different: Groups, problems: Mapping[str, str]) -> PlanError:
 
 
 def _warning(different: Groups, coordinator: int) -> str:
-    named = [*different][:_MOST_NAMED]
-    if len(different) > len(named):
-        named.append(f"and {len(different) - len(named)} more")
     owners = {_owner(groups, coordinator) for groups in different.values()}
-    noun = "one key" if len(different) == 1 else f"{len(different)} keys"
     return (
-        f"ranks save different values under {noun}, and the checkpoint keeps the value of each rank: "
-        f"{', '.join(named)}. A load by as many ranks gives each rank its own; any other load gives every "
-        f"rank that of rank {_some(sorted(owners))}. If you mean that, wrap the value in PerRank(value). If "
-        "not, make the values equal first. DefaultSavePlanner(check_replicas='raise') raises for such "
-        "values, check_replicas=False keeps any one of them." + _hint(different)
+        f"ranks save different values of {name_some(different)}. A load by as many ranks gives each its "
+        f"own back, any other that of rank {_some(sorted(owners))}. PerRank(value) says that you mean it; "
+        "otherwise make them equal first." + _hint(different)
     )
 
 
 def _hint(different: Groups) -> str:
     if not any(key.rpartition(".")[2] in _BUFFERS_OF_BATCH_NORM for key in different):
         return ""
-    return (
-        " The running statistics of BatchNorm differ wherever each rank sees data of its own: broadcast the "
-        "buffers of one rank before the save (DDP does so before its next forward pass), or use "
-        "SyncBatchNorm."
-    )
+    return " BatchNorm: broadcast the buffers before the save, or use SyncBatchNorm."
 
 
 def _some(ranks: list[int]) -> str:

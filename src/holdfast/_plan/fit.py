@@ -1,7 +1,6 @@
 """Whether a checkpoint fits a state in every key, shape, dtype and kind; and the plan that fills it."""
 
 import logging
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from holdfast._plan.metadata_entries import description_of, directory_of, dtypes
 from holdfast._plan.read_columns import ReadColumns
 from holdfast._plan.reshard import fill_tensor
 from holdfast._tensors.chunks import dtype_of, global_shape, is_tensor, local_parts, refuse_undescribable
+from holdfast._user_warnings import warn_user
 from holdfast.errors import PlanError
 from holdfast.metadata import Metadata
 from holdfast.per_rank import KEPT
@@ -106,10 +106,9 @@ def plan_load(
 def warn_of_casts(narrowed: list[str]) -> None:
     """Warn of what is cast without the caller's word; ``check_dtype`` notes it."""
     if narrowed:
-        warnings.warn(
+        warn_user(
             f"tensors are cast on load: {_listed(narrowed, '; ')}. cast=True says it is meant, cast=False "
-            "raises.",
-            stacklevel=3,
+            "raises."
         )
 
 

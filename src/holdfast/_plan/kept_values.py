@@ -1,7 +1,8 @@
 """Small values that differ between ranks and are kept for each: how many may be, and what they are called."""
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from itertools import islice
 from typing import Any
 
 from holdfast._plan.flatten import Container, Path, Structure, container_kinds, containers_of
@@ -27,6 +28,9 @@ metadata, which a load sends to every rank: 24 MB at most. 1000 statistics on 40
 """
 
 
+_MOST_NAMED = 5
+
+
 class _TooLargeError(Exception):
     pass
 
@@ -41,6 +45,12 @@ class _Counter:
         self.nbytes += memoryview(data).nbytes
         if self.nbytes > LARGEST_OBJECT:
             raise _TooLargeError
+
+
+def name_some(keys: Collection[str]) -> str:
+    """A few keys for a warning, and how many more there are."""
+    more = f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
+    return ", ".join(islice(keys, _MOST_NAMED)) + more
 
 
 def refuse_reserved(state: Mapping[Any, Any]) -> None:
