@@ -116,6 +116,14 @@ def test_a_load_without_a_template_builds_what_each_rank_had(tmp_path: Path) -> 
     assert_same(found, states[0])
 
 
+def test_a_kept_container_leaves_the_plain_keys_below_it_to_other_ranks(tmp_path: Path) -> None:
+    save([{"x": {"a": 1}}, {"x": [T([7])]}, {"x": {"0": T([8])}}], tmp_path)
+    keys = holdfast.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    assert set(keys) == {"x.a", "x.0", "@kept-for-rank-1-of-3.x.0"}
+    (found,) = load([{"x": {"a": 0, "0": T([0])}}], tmp_path)
+    assert found == {"x": {"a": 1, "0": T([8])}}
+
+
 def test_what_cannot_be_kept_is_refused_by_key_and_rank(tmp_path: Path) -> None:
     large = torch.zeros(1 << 17)
 

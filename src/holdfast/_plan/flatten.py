@@ -7,7 +7,7 @@ both (:class:`TypedKey`), and a :class:`Structure` also remembers the containers
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from holdfast._format.typed_key import TypedKey
@@ -113,8 +113,16 @@ def container_kinds(paths: Mapping[str, Any]) -> dict[Path, str]:
     return kinds
 
 
-def merge_structures(all_ranks: list[Any]) -> Structure:
-    """The structure of a state of which each rank has a part, from the planner data of all ranks' plans."""
+def merge_structures(all_ranks: list[Any], stored: Collection[str]) -> Structure:
+    """The structure of a state of which each rank has a part.
+
+    Args:
+        all_ranks: The planner data of all ranks' plans.
+        stored: The flat keys that they store together.
+
+    Raises:
+        PlanError: One rank has a value or a list where another has a dict, or the parts of another tensor.
+    """
     if len(all_ranks) == 1 and isinstance(all_ranks[0], Structure):
         return all_ranks[0]
     merged = Structure()
@@ -124,12 +132,11 @@ def merge_structures(all_ranks: list[Any]) -> Structure:
     first = all_ranks[0] if all_ranks else None
     # Ranks with the same keys have the same containers.
     if len(merged) > len(first or ()) or len(merged.containers) > len(containers_of(first)):
-        _refuse_other_kinds(merged, all_ranks)
+        _refuse_other_kinds(merged, all_ranks, stored)
     return merged
 
 
-def _refuse_other_kinds(merged: Structure, all_ranks: list[Any]) -> None:
-    """Raise PlanError if one rank has a value or a list where another has a dict: no state has both."""
+def _refuse_other_kinds(merged: Structure, all_ranks: list[Any], stored: Collection[str]) -> None:
     kinds: dict[Path, str] = {}
     paths: list[Any] = [*merged.values()]
     places: list[tuple[Path, str]] = [(path, "value") for path in paths if isinstance(path, tuple)]
@@ -141,6 +148,11 @@ def _refuse_other_kinds(merged: Structure, all_ranks: list[Any]) -> None:
             path, kind = path[:-1], "list" if type(path[-1]) is int else "dict"
         if path and kinds[path] != kind:
             key = ".".join(map(str, path))
+            if "value" in (kinds[path], kind) and key not in stored:
+                # A rank outside of a mesh has a tensor without elements where others have the parts of one.
+                if kind != "value":
+                    kinds[path] = kind
+                continue
             held: dict[str, int] = {}
             for rank, of_rank in enumerate(all_ranks):
                 known = of_rank or {}

@@ -155,9 +155,8 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
         may_split = finds_values_itself(self, "resolve_data")
         plans, metadata = merge(all_plans, lowest_rank=self.dedup_save_to_lowest_rank, may_split=may_split)
         if self.flatten_state_dict:
-            metadata = dataclasses.replace(
-                metadata, planner_data=merge_structures([plan.planner_data for plan in plans])
-            )
+            structure = merge_structures([plan.planner_data for plan in plans], metadata.state_dict_metadata)
+            metadata = dataclasses.replace(metadata, planner_data=structure)
         # A single rank may save its own shards alone: then the other shards of the tensor may be missing.
         problems = find_problems(metadata, whole=len(all_plans) > 1)
         if problems:
