@@ -92,29 +92,36 @@ def run_load(
         fit = _fit(by_rank.state, planner, result, metadata, is_alone=exchange.world_size == 1)
         return reader.plugin.prepare_local_plan(view.translate(plan)), (view.shared_by(plan), fit)
 
-    plan, is_changed = _plan(need, planner, reader, exchange)
-    assert metadata is not None
-    if is_changed:
-        result = cover(plan, planner.flat_state(), metadata)
+    def read(plan: LoadPlan) -> Callable[[], None]:
+        read_together: Callable[[], None] | None = None
+        if exchange.world_size > 1 and reader.read_together is not None:
+            read_together = reader.read_together(
+                lambda: planner.plugin.finish_plan(plan), planner.plugin, exchange
+            )
 
-    read_together: Callable[[], None] | None = None
-    if exchange.world_size > 1 and reader.read_together is not None:
-        read_together = reader.read_together(
-            lambda: planner.plugin.finish_plan(plan), planner.plugin, exchange
-        )
+        def work() -> None:
+            if read_together is not None:
+                read_together()
+            else:
+                reader.read(planner.plugin.finish_plan(plan), planner)
+            context.progress.end()
+            if parts is not None:
+                parts.finish()
+            assert by_rank is not None
+            by_rank.finish()
 
-    def read() -> None:
-        if read_together is not None:
-            read_together()
-        else:
-            reader.read(planner.plugin.finish_plan(plan), planner)
-        context.progress.end()
-        if parts is not None:
-            parts.finish()
-        assert by_rank is not None
-        by_rank.finish()
+        return work
 
-    exchange.agree("read", not_a_first_start(read), lambda _: None)
+    try:
+        plan, is_changed = _plan(need, planner, reader, exchange)
+        assert metadata is not None
+        if is_changed:
+            result = cover(plan, planner.flat_state(), metadata)
+        exchange.agree("read", not_a_first_start(read(plan)), lambda _: None)
+    except BaseException:
+        if by_rank is not None:
+            by_rank.undo()
+        raise
     return result
 
 

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from holdfast._engine.meta_modules import MetaTensors
+from holdfast._engine.optimizer_room import OptimizerRooms
 from holdfast._engine.ports import LoadPlannerPort, SavePlannerPort
+from holdfast._engine.rule_results import put_result
 from holdfast._engine.saved_by_rank import ABSENT, Path, find, flat, has_value, saved_places
 from holdfast._engine.stateful_objects import (
     OpenedState,
@@ -17,10 +17,9 @@ from holdfast._engine.stateful_objects import (
     return_states,
 )
 from holdfast.default_planner import EmptyStateDictLoadPlanner
-from holdfast.errors import DtypeMismatchError, PlanError, ShapeMismatchError, UsageError
+from holdfast.errors import PlanError, UsageError
 from holdfast.metadata import Metadata
 from holdfast.per_rank import PerRank, rank_key, rank_name
-from holdfast.stateful import Stateful
 
 
 def split_by_rank(
@@ -124,6 +123,14 @@ class _Place:
     on_meta: MetaTensors
     saved_by: int | None = None
 
+    def rooms(self, rank: int, world_size: int, *, allow_partial: bool) -> OptimizerRooms:
+        """Room for the state of its optimizers, where the checkpoint has this rank's value."""
+        name = () if self.slots is None else (rank_name(rank, world_size),)
+        node = self.opened["value"]
+        for step in reversed((*self.path, *name)):
+            node = {step: node}
+        return OptimizerRooms(node, self.found, allow_partial=allow_partial)
+
 
 class LoadByRank:
     """A load into a state with PerRank values; on every rank, between reading metadata and planning.
@@ -159,6 +166,7 @@ class LoadByRank:
         self._metadata, self._planner = metadata, planner
         self._saved = saved_places(metadata)
         self._places: list[_Place] = []
+        self._optimizers: list[OptimizerRooms] = []
         self._walk = _PerRankWalk(self._replace)
         self.state = self._walk.start(state)
         problems = [*self._problems(), *self._plain_places()]
@@ -168,6 +176,7 @@ class LoadByRank:
                 f"the checkpoint does not fit the ranks (nothing was changed):\n  {lines}", key=problems[0][0]
             )
         self._make_room()
+        self._make_room_for_optimizers()
 
     def _replace(self, owner: "PerRank[Any]", path: Path) -> Any:
         opened, found = _open_value(owner, path, self._planner)
@@ -227,28 +236,45 @@ class LoadByRank:
             place.slots.clear()
             place.slots.update({name: values[name] for name in (rank_name(r, count) for r in range(count))})
 
+    def _make_room_for_optimizers(self) -> None:
+        """For optimizers that have not taken a step: room for the state that this rank saved."""
+        for place in self._places:
+            # A rule gets what the ranks saved, with all that there is.
+            if place.saved_by is None:
+                allow_partial = self._planner.allows_partial
+                rooms = place.rooms(self.rank, self.world_size, allow_partial=allow_partial)
+                self._optimizers.append(rooms)
+                rooms.make(self._metadata)
+
+    def undo(self) -> None:
+        """After a load that failed: take the room for optimizers away again."""
+        for rooms in self._optimizers:
+            rooms.undo()
+
     def finish(self) -> None:
         """After the load: put what was loaded where it belongs, applying the rules.
 
         Raises:
             ShapeMismatchError, DtypeMismatchError, PlanError: A rule returned something else than a tensor
-                of the shape and dtype of the one that it is for.
+                of the shape and dtype of the one that it is for; or the groups of an optimizer are others.
         """
         for place in self._places:
+            place.on_meta.materialise()
+        for rooms in self._optimizers:
+            rooms.settle()
+        for place in self._places:
             if place.saved_by is not None:
-                place.on_meta.materialise()
                 assert place.owner.resize is not None
                 assert place.slots is not None
                 values = list(place.slots.values())
                 made = place.owner.resize(values, self.rank, self.world_size)
-                place.owner.value = _settle(place.owner.value, made, flat(place.path))
+                place.owner.value = put_result(place.owner.value, made, flat(place.path))
                 continue
             holder = {"value": place.owner.value}
             if place.slots is None:
                 place.opened["value"] = find(self.state, place.path)
             else:
                 place.opened["value"] = place.slots[rank_name(self.rank, self.world_size)]
-            place.on_meta.materialise()
             return_states(holder, place.opened, place.found)
             place.owner.value = holder["value"]
         copies = {id(copy) for _, copy in self._walk.copies}
@@ -264,44 +290,3 @@ class LoadByRank:
 def _has_names(values: Mapping[Any, Any]) -> bool:
     """Whether a dict asks for ranks' values by their names, or for nothing."""
     return not values or any(rank_key(str(name)) is not None for name in values)
-
-
-def _settle(template: Any, made: Any, key: str) -> Any:
-    """What a rule made, put where the template is: into tensors, Stateful objects and containers like it."""
-    if isinstance(template, torch.Tensor) and not template.is_meta:
-        _check_like(template, made, key)
-        with torch.no_grad():
-            template.copy_(made)
-        return template
-    if isinstance(template, Stateful) and not isinstance(template, type):
-        template.load_state_dict(made)
-        return template
-    if isinstance(template, dict) and isinstance(made, Mapping):
-        is_alike = template.keys() == made.keys()
-    else:
-        is_alike = isinstance(template, list) and isinstance(made, list) and len(template) == len(made)
-    if not is_alike:
-        return made
-    for name, part in entries_of(made):
-        template[name] = _settle(template[name], part, f"{key}.{name}")
-    return template
-
-
-def _check_like(template: torch.Tensor, made: Any, key: str) -> None:
-    rule = f"{key}: the rule of this PerRank returned"
-    if not isinstance(made, torch.Tensor):
-        raise PlanError(f"{rule} a value of type {type(made).__name__} for a tensor", key=key)
-    if made.shape != template.shape:
-        raise ShapeMismatchError(
-            f"{rule} a tensor of shape {tuple(made.shape)} for one of {tuple(template.shape)}",
-            key=key,
-            expected=tuple(template.shape),
-            found=tuple(made.shape),
-        )
-    if made.dtype != template.dtype:
-        raise DtypeMismatchError(
-            f"{rule} a tensor of {made.dtype} for one of {template.dtype}",
-            key=key,
-            expected=template.dtype,
-            found=made.dtype,
-        )

@@ -1,23 +1,23 @@
 """What one rank sees of a checkpoint that keeps values which differed between the ranks that saved."""
 
+import copy
 import dataclasses
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast._engine.saved_by_rank import find
+from holdfast._engine.saved_by_rank import Path, find, flat
 from holdfast._format.description import Directory
 from holdfast._plan.flatten import Structure, containers_of
+from holdfast._plan.kept_values import name_some
 from holdfast._plan.metadata_entries import MetadataEntries
 from holdfast._plan.read_columns import stored_keys_of
 from holdfast._storage.item_places import ItemPlaces, StorageData, places_of
 from holdfast._tensors.chunks import is_sharded
+from holdfast._user_warning import warn_user
 from holdfast.metadata import Metadata, MetadataIndex
-from holdfast.per_rank import KEPT, kept_key, kept_name
+from holdfast.per_rank import KEPT, KeptKey, kept_key
 from holdfast.planner import LoadPlan
-
-_MOST_NAMED = 10
 
 
 @dataclass
@@ -70,15 +70,12 @@ def warn_of_shared(ranks: Sequence[Mapping[str, int]], world_size: int) -> None:
     keys = {key: count for of_rank in ranks for key, count in of_rank.items()}
     if not keys:
         return
-    named = [*keys][:_MOST_NAMED]
-    if len(keys) > len(named):
-        named.append(f"and {len(keys) - len(named)} more")
-    warnings.warn(
-        f"{max(keys.values())} ranks saved a value each under the keys {', '.join(named)}, and every rank "
-        "gets that of the rank that coordinated the save. A rank gets its own only if as many ranks load as "
-        f"saved (now {world_size}), and into a value that is not sharded. Save PerRank(value), and load it "
-        "with a rule (resize=), if another number of ranks needs other values.",
-        stacklevel=2,
+    saved_by = max(keys.values())
+    why = f"{world_size} load" if saved_by != world_size else "they are loaded into sharded tensors"
+    warn_user(
+        f"each rank now has rank 0's value of {name_some(keys)}: {saved_by} ranks saved different ones, and "
+        f"{why}. Random states among them give the same numbers on every rank. PerRank(value, resize=rule) "
+        "gives each rank its own."
     )
 
 
@@ -96,19 +93,21 @@ def view_of_rank(metadata: Metadata, *, rank: int, world_size: int, state: Mappi
         state: What it loads into. Values that were kept stay visible if it asks for them by their names.
     """
     every = metadata.state_dict_metadata
-    kept = {key: told for key in every if key.startswith(KEPT) and (told := kept_key(key)) is not None}
-    # Without the value for all, nobody can have kept others beside it.
-    kept = {key: told for key, told in kept.items() if told.key in every}
-    if not kept:
+    kept = _KeptForRanks(metadata)
+    if not kept.keys and not kept.containers:
         return RankView(metadata, metadata)
-    asked = {key.partition(".")[0] for key in state if type(key) is str and key.startswith(KEPT)}
-    hidden = {key for key, told in kept.items() if kept_name(told.rank, told.world_size) not in asked}
-    own = {told.key: key for key, told in kept.items() if (told.rank, told.world_size) == (rank, world_size)}
-    shared = {told.key: told.world_size for told in kept.values() if told.world_size != world_size}
-    for key in [key for key in own if is_sharded(_find(state, key, metadata.planner_data))]:
+    here = kept.of(lambda told: (told.rank, told.world_size) == (rank, world_size))
+    elsewhere = kept.of(lambda told: told.world_size != world_size)
+    shared = {told.key: told.world_size for told in elsewhere.keys.values()}
+    shared.update(dict.fromkeys(elsewhere.shadowed(), elsewhere.largest_world))
+    own = {told.key: key for key, told in here.keys.items()}
+    for key in [key for key in own if key in every and is_sharded(find(state, here.path_of(key, own[key])))]:
         shared[key] = world_size
         del own[key]
-    planner_data = _without(metadata.planner_data, hidden)
+    asked = {key.partition(".")[0] for key in state if type(key) is str and key.startswith(KEPT)}
+    hidden = {key for key in kept.keys if key.partition(".")[0] not in asked}
+    hidden.update(key for key in here.shadowed() if key not in own)
+    planner_data = here.seen_structure(own, hidden, asked)
     places = places_of(metadata)
     if (
         isinstance(every, MetadataEntries)
@@ -117,7 +116,7 @@ def view_of_rank(metadata: Metadata, *, rank: int, world_size: int, state: Mappi
         and places.directory is every.directory
     ):
         numbers = every.directory.numbers
-        visible = {key: numbers[own.get(key, key)] for key in numbers if key not in hidden}
+        visible = {key: numbers[own.get(key, key)] for key in [*numbers, *own] if key not in hidden}
         directory = Directory(every.columns, visible)
         seen = dataclasses.replace(
             metadata,
@@ -126,21 +125,90 @@ def view_of_rank(metadata: Metadata, *, rank: int, world_size: int, state: Mappi
             storage_data=StorageData(ItemPlaces(places.manifest, directory)),
         )
         return RankView(seen, seen, shared)
-    entries = {key: every[own.get(key, key)] for key in every if key not in hidden}
+    entries = {key: every[own.get(key, key)] for key in [*every, *own] if key not in hidden}
     seen = dataclasses.replace(metadata, state_dict_metadata=entries, planner_data=planner_data)
     return RankView(seen, metadata, shared, own)
 
 
-def _find(state: Mapping[Any, Any], key: str, planner_data: Any) -> Any:
-    paths = planner_data if isinstance(planner_data, dict) else {}
-    return find(state, paths.get(key, (key,)))
+class _KeptForRanks:
+    """What a checkpoint keeps for single ranks.
+
+    Attributes:
+        keys: The stored keys, each taken apart.
+        containers: The paths of containers that a rank had where the plain state has something else.
+    """
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._every = metadata.state_dict_metadata
+        self._planner_data = metadata.planner_data
+        self._paths: dict[str, Path] = (
+            metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        )
+        found = {
+            key: told for key in self._every if key.startswith(KEPT) and (told := kept_key(key)) is not None
+        }
+        # Of a planner that is not ours, a name without a value for all is a name like any other.
+        is_ours = isinstance(metadata.planner_data, Structure)
+        self.keys = {key: told for key, told in found.items() if is_ours or told.key in self._every}
+        self.containers = {
+            path: told
+            for path in containers_of(metadata.planner_data)
+            if path and str(path[0]).startswith(KEPT) and (told := kept_key(flat(path))) is not None
+        }
+
+    @property
+    def largest_world(self) -> int:
+        """How many ranks saved; the largest number, if the checkpoint was put together from several."""
+        told = [*self.keys.values(), *self.containers.values()]
+        return max((one.world_size for one in told), default=0)
+
+    def of(self, is_wanted: Callable[[KeptKey], bool]) -> "_KeptForRanks":
+        """The same for some ranks only."""
+        some = copy.copy(self)
+        some.keys = {key: told for key, told in self.keys.items() if is_wanted(told)}
+        some.containers = {path: told for path, told in self.containers.items() if is_wanted(told)}
+        return some
+
+    def path_of(self, key: str, stored: str) -> Path:
+        """The way to the value of a key in the state of the rank that saved it under another name."""
+        return self._paths[stored][1:] if stored in self._paths else (key,)
+
+    def shadowed(self) -> list[str]:
+        """The keys of the plain state that lie where these ranks had a value in the place of a container, or
+        a container in the place of a value or of another kind of container.
+        """
+        places = {path[1:] for path in self.containers}
+        for stored, told in self.keys.items():
+            if told.key not in self._every:
+                places.add(self.path_of(told.key, stored))
+        if not places:
+            return []
+        return [
+            key for key, path in self._paths.items() if not key.startswith(KEPT) and _is_below(path, places)
+        ]
+
+    def seen_structure(self, own: Mapping[str, str], hidden: set[str], asked: set[str]) -> Any:
+        """The planner data as these ranks see it.
+
+        Args:
+            own: Keys with the names that their values are stored under.
+            hidden: Stored keys that they do not see.
+            asked: First parts of kept names that they see.
+        """
+        if not isinstance(self._planner_data, dict):
+            return self._planner_data
+        seen = Structure((key, path) for key, path in self._paths.items() if key not in hidden)
+        seen.update({key: self.path_of(key, stored) for key, stored in own.items() if stored in self._paths})
+        places = {path[1:] for path in self.containers} | {seen[key] for key in own if key in seen}
+        for path, container in containers_of(self._planner_data).items():
+            is_plain = not path or not str(path[0]).startswith(KEPT)
+            if (is_plain and not _is_below(path, places)) or (path and str(path[0]) in asked):
+                seen.containers[path] = container
+            elif path in self.containers:
+                seen.containers[path[1:]] = container
+        return seen
 
 
-def _without(planner_data: Any, hidden: Iterable[str]) -> Any:
-    if not isinstance(planner_data, dict):
-        return planner_data
-    left = Structure(planner_data)
-    left.containers = containers_of(planner_data)
-    for key in hidden:
-        left.pop(key, None)
-    return left
+def _is_below(path: Path, places: set[Path]) -> bool:
+    """Whether a path leads to one of the places, or into one."""
+    return any(path[:depth] in places for depth in range(1, len(path) + 1))

@@ -3,21 +3,22 @@
 Each rank sends one fingerprint of all its values that are not sharded, and one of all chunks that it holds
 together with certain other ranks. Only where these differ, the single fingerprints are compared: ranks may
 have other keys, as the stages of a pipeline do, or other values. Small values that differ are kept for each
-rank: the plain key has the coordinator's, and the other ranks save theirs under names of their own.
+rank: the plain key has the coordinator's, and the other ranks save theirs under names of their own. A dict on
+one rank and a number, or a list, on another differ as well: then all that is in the dict is kept.
 """
 
 import hashlib
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from holdfast._engine.ports import Fingerprints, SavePlannerPort
-from holdfast._plan.kept_values import MOST_VALUES
+from holdfast._plan.kept_values import MOST_VALUES, name_some
 from holdfast._plan.planner_values import finds_values_itself
-from holdfast._plan.replica_fingerprints import UNKNOWN
+from holdfast._plan.replica_fingerprints import UNKNOWN, is_container
 from holdfast._plan.write_columns import columns_of
 from holdfast._ranks.exchange import Exchange
+from holdfast._user_warning import warn_user
 from holdfast.errors import PlanError
 from holdfast.per_rank import kept_name
 from holdfast.planner import SavePlan
@@ -40,7 +41,10 @@ class _Marks(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What a rank is told of values that differ: its keys that it must save under another name, with that."""
+    """What a rank is told of values that differ: its keys that it must save under another name, with that.
+
+    The key of a container stands for all that is in it.
+    """
 
     names: dict[str, str]
 
@@ -104,7 +108,7 @@ class Replicas:
         def plan_all(offers: list[_OwnPlan]) -> list[SavePlan]:
             _refuse_what_cannot_be_kept(offers, different)
             planned = make_global_plan([offer.plan for offer in offers if offer.plan is not None])
-            warnings.warn(_warning(different, self.exchange.rank), stacklevel=2)
+            warn_user(_warning(different, self.exchange.rank))
             return planned
 
         # Both are still the step "plan" to who reads an error: what fails in them is planning.
@@ -123,23 +127,41 @@ class Replicas:
     def _names_of_ranks(self, different: Groups) -> Iterable[_Kept]:
         """On the coordinator: which ranks save which of their values under which name."""
         names: list[dict[str, str]] = [{} for _ in range(self.exchange.world_size)]
-        for key, groups in different.items():
+        moved: list[set[str]] = [set() for _ in names]
+        has_containers = any(is_container(mark) for groups in different.values() for mark in groups)
+        # What a container is in has a shorter key: a rank that keeps it keeps all that is in it.
+        for key in sorted(different, key=len) if has_containers else different:
+            groups = different[key]
+            if has_containers:
+                groups = _without_moved(groups, key, moved)
+            if not groups:
+                continue
             owner = _owner(groups, self.exchange.rank)
             for mark, ranks in groups.items():
                 for rank in ranks:
                     if rank != owner and (mark == UNKNOWN or owner not in ranks):
                         names[rank][key] = f"{kept_name(rank, self.exchange.group_size)}.{key}"
+                        if is_container(mark):
+                            moved[rank].add(key)
         return map(_Kept, names)
 
     def _keep(self, told: _Kept, make_local_plan: Callable[[], SavePlan]) -> _OwnPlan:
-        problems = self._planner.keep_for_rank(told.names)
+        marks = self._by_value().values
+        places = {key: key for key in told.names}
+        for place in [key for key in told.names if is_container(marks[key])]:
+            places.update({key: place for key in marks if key.startswith(f"{place}.")})
+        names = {key: told.names[place] + key[len(place) :] for key, place in places.items()}
+        plan, problems = None, self._planner.keep_for_rank(names)
+        if not problems:
+            plan = make_local_plan()
+            problems = self._problems_of(plan, names, marks)
         if problems:
-            return _OwnPlan(None, 0, problems)
-        plan = make_local_plan()
-        problems = self._problems_of(plan, told.names)
-        return _OwnPlan(None if problems else plan, len(told.names), problems)
+            return _OwnPlan(None, 0, {places.get(key, key): why for key, why in problems.items()})
+        return _OwnPlan(plan, len(names), {})
 
-    def _problems_of(self, plan: SavePlan, names: Mapping[str, str]) -> dict[str, str]:
+    def _problems_of(
+        self, plan: SavePlan, names: Mapping[str, str], marks: Mapping[str, bytes]
+    ) -> dict[str, str]:
         """Why a plan does not keep what it should: a subclass may make plans in a way of its own."""
         problems: dict[str, str] = {}
         if not plan.usable:
@@ -147,7 +169,16 @@ class Replicas:
             return problems
         numbers = {key: number for number, key in enumerate(columns_of(plan).keys)}
         asks_planner = not finds_values_itself(self._planner.plugin, "resolve_data")
+        containers = {key for key in names if is_container(marks[key])}
+        for key in numbers if containers else ():
+            place = next(
+                (key[:end] for end, c in enumerate(key) if c == "." and key[:end] in containers), None
+            )
+            if place is not None:
+                problems[place] = f"{key} is sharded or in a PerRank, and cannot be kept for this rank alone"
         for key, name in names.items():
+            if key in containers:
+                continue
             if key in numbers or name not in numbers:
                 problems[key] = "the planner did not plan it under a name of this rank"
             elif asks_planner:
@@ -197,6 +228,15 @@ def _different(ranks: Sequence[Mapping[str, bytes]]) -> Groups:
     return {key: groups for key, groups in seen.items() if len(groups) > 1}
 
 
+def _without_moved(
+    groups: Mapping[bytes, list[int]], key: str, moved: Sequence[set[str]]
+) -> dict[bytes, list[int]]:
+    """The ranks that may save a key under its own name, because they keep no container that it is in."""
+    above = [key[:end] for end, letter in enumerate(key) if letter == "."]
+    left = {mark: [rank for rank in ranks if moved[rank].isdisjoint(above)] for mark, ranks in groups.items()}
+    return {mark: ranks for mark, ranks in left.items() if ranks}
+
+
 def _owner(groups: Mapping[bytes, list[int]], coordinator: int) -> int:
     """The rank whose value has the plain key: the coordinator, or the first one that has the key."""
     holders = [rank for ranks in groups.values() for rank in ranks]
@@ -233,28 +273,18 @@ def _refused(different: Groups, problems: Mapping[str, str]) -> PlanError:
 
 
 def _warning(different: Groups, coordinator: int) -> str:
-    named = [*different][:_MOST_NAMED]
-    if len(different) > len(named):
-        named.append(f"and {len(different) - len(named)} more")
     owners = {_owner(groups, coordinator) for groups in different.values()}
-    noun = "one key" if len(different) == 1 else f"{len(different)} keys"
     return (
-        f"ranks save different values under {noun}, and the checkpoint keeps the value of each rank: "
-        f"{', '.join(named)}. A load by as many ranks gives each rank its own; any other load gives every "
-        f"rank that of rank {_some(sorted(owners))}. If you mean that, wrap the value in PerRank(value). If "
-        "not, make the values equal first. DefaultSavePlanner(check_replicas='raise') raises for such "
-        "values, check_replicas=False keeps any one of them." + _hint(different)
+        f"ranks save different values of {name_some(different)}. A load by as many ranks gives each its "
+        f"own back, any other that of rank {_some(sorted(owners))}. PerRank(value) says that you mean it; "
+        "otherwise make them equal first." + _hint(different)
     )
 
 
 def _hint(different: Groups) -> str:
     if not any(key.rpartition(".")[2] in _BUFFERS_OF_BATCH_NORM for key in different):
         return ""
-    return (
-        " The running statistics of BatchNorm differ wherever each rank sees data of its own: broadcast the "
-        "buffers of one rank before the save (DDP does so before its next forward pass), or use "
-        "SyncBatchNorm."
-    )
+    return " BatchNorm: broadcast the buffers before the save, or use SyncBatchNorm."
 
 
 def _some(ranks: list[int]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from holdfast._model_state.exact_load import load_exactly
+from holdfast._plan.flatten import PLAIN_VALUES
 from holdfast.errors import UsageError
 from holdfast.stateful import Stateful
 
@@ -66,7 +67,7 @@ def _open_entries(entries: Mapping[Any, Any], found: list[OpenedState]) -> dict[
 
 
 def _open(value: Any, found: list[OpenedState]) -> Any:
-    if isinstance(value, torch.Tensor):
+    if type(value) in PLAIN_VALUES or isinstance(value, torch.Tensor):
         return value
     if isinstance(value, Mapping):
         entries = _open_entries(value, found)

@@ -1,11 +1,13 @@
 """Whether a checkpoint fits a state in every key, shape, dtype and kind; and the plan that fills it."""
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from holdfast._format.description import OBJECT
+from holdfast._plan.container_fit import ContainerFit
 from holdfast._plan.fit_report import FitReport
 from holdfast._plan.load_coverage import is_of_another_rank, own_places
 from holdfast._plan.metadata_entries import description_of, directory_of, dtypes_of, is_one_whole_chunk
@@ -30,10 +32,12 @@ def plan_load(
     refuse_unexpected: bool | None,
     cast: bool | None,
     ignore_mismatched_sizes: bool = False,
+    paths: Mapping[str, Any] | None = None,
 ) -> ReadColumns:
     """What is to be read to fill a flat state, once it is known that everything fits.
 
-    The last four say how closely it must fit; see ``DefaultLoadPlanner`` for their meanings.
+    ``paths`` is the structure of the state, if it was nested. The others say how closely it must fit; see
+    ``DefaultLoadPlanner`` for their meanings.
 
     Raises:
         PlanError: Something does not fit; it lists everything that does not, over all keys.
@@ -41,6 +45,7 @@ def plan_load(
     """
     directory, dtypes = directory_of(metadata), dtypes_of(metadata)
     columns = ReadColumns(directory)
+    containers = ContainerFit(paths or {}, metadata)
     report, narrowed, sharded = FitReport(), list[str](), list[tuple[str, int]]()
     mismatched = list[str]()
     numbers, kinds, strided = directory.numbers, directory.kinds, torch.strided
@@ -51,8 +56,9 @@ def plan_load(
     for key, value in state.items():
         number = numbers.get(key)
         if number is None:
-            if not allow_missing:
-                report.add_missing(key)
+            why = containers.why_missing(key, value)
+            if why or not allow_missing:
+                report.add_missing(key, why)
             continue
         if kinds[number] == OBJECT:
             if is_tensor(value):
@@ -80,12 +86,9 @@ def plan_load(
             continue
         _check_tensor(key, size(shape), dtypes[properties[number]], value, cast, report, narrowed)
         sharded.append((key, number))
-    unexpected = _unexpected(state, metadata) if refuse_unexpected is not False else []
-    for key in unexpected if refuse_unexpected else ():
-        report.add("unexpected", key, "is in the checkpoint, but not in the state; strict=False ignores it")
-    report.raise_if_any(lambda: unexpected or _unexpected(state, metadata))
-    if refuse_unexpected is None:
-        _warn_of_forgotten(unexpected, state, metadata)
+    for key in containers.unfilled():
+        report.add("kind", key, "the checkpoint has a value here, the state an empty container")
+    _check_unexpected(state, metadata, report, refuse=refuse_unexpected)
     for key, number in sharded:
         fill_tensor(columns, key, number, state[key])
     if mismatched:
@@ -96,6 +99,18 @@ def plan_load(
         )
     warn_of_casts(narrowed)
     return columns
+
+
+def _check_unexpected(
+    state: dict[str, Any], metadata: Metadata, report: FitReport, *, refuse: bool | None
+) -> None:
+    """Raise everything that was reported, with what the state lacks if that is refused; or warn of it."""
+    unexpected = _unexpected(state, metadata) if refuse is not False else []
+    for key in unexpected if refuse else ():
+        report.add("unexpected", key, "is in the checkpoint, but not in the state; strict=False ignores it")
+    report.raise_if_any(lambda: unexpected or _unexpected(state, metadata))
+    if refuse is None:
+        _warn_of_forgotten(unexpected, state, metadata)
 
 
 def warn_of_casts(narrowed: list[str]) -> None:

@@ -30,9 +30,9 @@ class FitReport:
         """Note a problem."""
         self._problems[kind].append((key, sentence))
 
-    def add_missing(self, key: str) -> None:
-        """Note a key that the checkpoint does not have."""
-        self.add("missing", key, _MISSING)
+    def add_missing(self, key: str, why: str = "") -> None:
+        """Note a key that the checkpoint does not have, with the reason if it is known."""
+        self.add("missing", key, f"{_MISSING}: {why}" if why else _MISSING)
 
     def raise_if_any(self, unclaimed: Callable[[], Iterable[str]] = tuple) -> None:
         """Raise one error for everything: the message has a few lines, ``found`` every problem, up to 1,000.
@@ -50,9 +50,9 @@ class FitReport:
         found = [problem for problems in self._problems.values() for problem in problems]
         if not found:
             return
-        missing = [key for key, _ in self._problems["missing"]]
+        missing = [key for key, sentence in self._problems["missing"] if sentence == _MISSING]
         told = _lines_of_missing(missing, set(unclaimed())) if missing else []
-        told += [(f"{key}: {sentence}", 1) for key, sentence in found[len(missing) :]]
+        told += [(f"{key}: {sentence}", 1) for key, sentence in found if sentence != _MISSING]
         lines = [line for line, _ in told[:_MOST_LINES]]
         left = sum(count for _, count in told[_MOST_LINES:])
         if left:
@@ -61,7 +61,7 @@ class FitReport:
         error = PlanError
         if len(self._problems["dtype"]) == len(found):
             error = DtypeMismatchError
-        elif missing:
+        elif self._problems["missing"]:
             error = MissingKeyError
         elif self._problems["shape"]:
             error = ShapeMismatchError

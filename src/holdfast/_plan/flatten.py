@@ -5,8 +5,9 @@ keys. torch turns every key of a dict into a string on the way and forgets what 
 both (:class:`TypedKey`), and a :class:`Structure` also remembers the containers that hold no leaf.
 """
 
+import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from holdfast._format.typed_key import TypedKey
@@ -19,6 +20,13 @@ Path: TypeAlias = "tuple[str | int, ...]"
 
 Slot: TypeAlias = "tuple[Any, Any]"
 """A container and the key in it that a leaf stands under."""
+
+
+PLAIN_VALUES = frozenset(
+    {int, float, complex, bool, str, bytes, bytearray, tuple, set, frozenset, type(None)}
+)
+"""Classes of values that are leaves, whatever is in them. Asking them whether they are takes microseconds
+each, and a list may have millions of them."""
 
 
 class Container(NamedTuple):
@@ -90,15 +98,72 @@ def containers_of(planner_data: Any) -> dict[Path, Container]:
     return planner_data.containers if isinstance(planner_data, Structure) else {}
 
 
-def merge_structures(all_ranks: list[Any]) -> Structure:
-    """The structure of a state of which each rank has a part, from the planner data of all ranks' plans."""
+def container_kinds(paths: Mapping[str, Any]) -> dict[Path, str]:
+    """The opened containers of a state: ``dict``, ``list``, or ``tensor`` for the parts of a tensor."""
+    kinds: dict[Path, str] = {}
+    for path in itertools.chain(paths.values(), containers_of(paths)):
+        # A planner that is not ours may have something else here.
+        step, above = (path[-1], path[:-1]) if isinstance(path, tuple) and path else (None, ())
+        while above and above not in kinds:
+            kinds[above] = "list" if type(step) is int else "dict"
+            step, above = above[-1], above[:-1]
+    for path, container in containers_of(paths).items():
+        if path and container.kind != "list":
+            kinds[path] = "dict" if container.tensor is None else "tensor"
+    return kinds
+
+
+def merge_structures(all_ranks: list[Any], stored: Collection[str]) -> Structure:
+    """The structure of a state of which each rank has a part.
+
+    Args:
+        all_ranks: The planner data of all ranks' plans.
+        stored: The flat keys that they store together.
+
+    Raises:
+        PlanError: One rank has a value or a list where another has a dict, or the parts of another tensor.
+    """
     if len(all_ranks) == 1 and isinstance(all_ranks[0], Structure):
         return all_ranks[0]
     merged = Structure()
     for planner_data in all_ranks:
         merged.refuse_other_tensors(planner_data)
         merged.merge({} if planner_data is None else planner_data)
+    first = all_ranks[0] if all_ranks else None
+    # Ranks with the same keys have the same containers.
+    if len(merged) > len(first or ()) or len(merged.containers) > len(containers_of(first)):
+        _refuse_other_kinds(merged, all_ranks, stored)
     return merged
+
+
+def _refuse_other_kinds(merged: Structure, all_ranks: list[Any], stored: Collection[str]) -> None:
+    kinds: dict[Path, str] = {}
+    paths: list[Any] = [*merged.values()]
+    places: list[tuple[Path, str]] = [(path, "value") for path in paths if isinstance(path, tuple)]
+    places += [(path, "dict") for path, told in merged.containers.items() if told.kind != "list"]
+    for leaf, what in places:
+        path, kind = leaf, what
+        while path and path not in kinds:
+            kinds[path] = kind
+            path, kind = path[:-1], "list" if type(path[-1]) is int else "dict"
+        if path and kinds[path] != kind:
+            key = ".".join(map(str, path))
+            if "value" in (kinds[path], kind) and key not in stored:
+                # A rank outside of a mesh has a tensor without elements where others have the parts of one.
+                if kind != "value":
+                    kinds[path] = kind
+                continue
+            held: dict[str, int] = {}
+            for rank, of_rank in enumerate(all_ranks):
+                known = of_rank or {}
+                here = container_kinds(known).get(path) or ("value" if path in known.values() else "")
+                held.setdefault(here, rank)
+            found = " and ".join(f"rank {rank} has a {here}" for here, rank in held.items() if here)
+            raise PlanError(
+                f"{key}: {found} here, and these cannot be kept for each rank. Save PerRank(value) on every "
+                "rank, or rename one of them.",
+                key=key,
+            )
 
 
 def flatten(
@@ -199,7 +264,7 @@ class _Flattening:
         if isinstance(value, Mapping):
             return self.open_every_dict or any(map(self.is_opened, value.values()))
         if isinstance(value, list):
-            return any(map(self.is_opened, value))
+            return any(type(entry) not in PLAIN_VALUES and self.is_opened(entry) for entry in value)
         return self.is_tensor(value)
 
 

@@ -1,10 +1,11 @@
 """Small values that differ between ranks and are kept for each: how many may be, and what they are called."""
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from itertools import islice
 from typing import Any
 
-from holdfast._plan.flatten import Structure, containers_of
+from holdfast._plan.flatten import Container, Path, Structure, container_kinds, containers_of
 from holdfast._tensors.chunks import is_tensor
 from holdfast._tensors.tensor_fingerprint import SMALL
 from holdfast.errors import UsageError
@@ -27,6 +28,9 @@ metadata, which a load sends to every rank: 24 MB at most. 1000 statistics on 40
 """
 
 
+_MOST_NAMED = 5
+
+
 class _TooLargeError(Exception):
     pass
 
@@ -41,6 +45,12 @@ class _Counter:
         self.nbytes += memoryview(data).nbytes
         if self.nbytes > LARGEST_OBJECT:
             raise _TooLargeError
+
+
+def name_some(keys: Collection[str]) -> str:
+    """A few keys for a warning, and how many more there are."""
+    more = f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
+    return ", ".join(islice(keys, _MOST_NAMED)) + more
 
 
 def refuse_reserved(state: Mapping[Any, Any]) -> None:
@@ -98,12 +108,23 @@ def rename_kept(
     Args:
         state: The flat state.
         paths: The path of each key, as far as they are known.
-        names: Keys with their new names: the name of a rank, a dot, the old key.
+        names: Keys with their new names: the name of a rank, a dot, the old key. If the name of a container
+            is there, so are the keys of all that is in it. It is then noted as a container, though its values
+            tell that it is one: so a load knows that this rank had a container in this place.
     """
     renamed = {names.get(key, key): value for key, value in state.items()}
     structure = Structure(
         (names.get(key, key), (names[key].partition(".")[0], *path) if key in names else path)
         for key, path in paths.items()
     )
-    structure.containers = dict(containers_of(paths))
+    known = containers_of(paths)
+    moved: dict[Path, Container] = {}
+    if not names.keys() <= state.keys():
+        for path, kind in container_kinds(paths).items():
+            if (key := ".".join(map(str, path))) in names and key not in state:
+                moved[path] = known.get(path, Container(kind, len(renamed)))
+    structure.containers = {
+        (names[".".join(map(str, path))].partition(".")[0], *path) if path in moved else path: container
+        for path, container in (known | moved).items()
+    }
     return renamed, structure

@@ -1,10 +1,12 @@
 """Fingerprints of the values that several ranks must hold alike, and which ranks those are."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed.tensor import DTensor, Replicate
 
 from holdfast._objects.object_fingerprint import fingerprint
+from holdfast._plan.flatten import Path, container_kinds
 from holdfast._tensors.chunks import is_sharded, is_tensor
 from holdfast._tensors.dtensors import held_pieces, memory_of_piece
 from holdfast._tensors.tensor_fingerprint import fingerprint_tensor
@@ -13,17 +15,26 @@ from holdfast.per_rank import rank_key
 UNKNOWN = b""
 """Stands for the fingerprint of a value that cannot be compared."""
 
+_CONTAINERS = {kind: kind.encode() for kind in ("dict", "list", "tensor")}
+
+
+def is_container(mark: bytes) -> bool:
+    """Whether a fingerprint is that of an opened container, whose values have keys of their own."""
+    return mark in _CONTAINERS.values()
+
 
 def fingerprint_replicas(
-    state: dict[str, Any], *, full: bool
+    state: dict[str, Any], paths: Mapping[str, Path], *, full: bool
 ) -> dict[tuple[int, ...] | None, dict[str, bytes]]:
     """The fingerprints of a flat state's values, by the ranks that must hold the same value.
 
     A value of which nothing can be said has the fingerprint :data:`UNKNOWN`. A chunk that no other rank
-    holds is left out.
+    holds is left out. A container has one too, which tells only what kind of container it is: so a dict on
+    one rank differs from a number or a list on another.
 
     Args:
         state: The flat state of this rank.
+        paths: Its structure; empty if the state was not flattened.
         full: Whether every byte of a large tensor counts, or only a sample of them.
 
     Returns:
@@ -49,6 +60,10 @@ def fingerprint_replicas(
             continue
         mark = fingerprint_tensor(value, full=full) if is_tensor(value) else fingerprint(value)
         everywhere[key] = UNKNOWN if mark is None else mark
+    for path, kind in container_kinds(paths).items():
+        key = ".".join(map(str, path))
+        if rank_key(key) is None:
+            everywhere.setdefault(key, _CONTAINERS[kind])
     return found
 
 

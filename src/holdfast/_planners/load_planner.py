@@ -5,7 +5,7 @@ checkpoint fits the state, and ``reshard`` finds which boxes of which chunks fil
 """
 
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from holdfast._known_methods import known_to_engine
 from holdfast._objects import decode_object
 from holdfast._plan.fit import plan_load
-from holdfast._plan.flatten import Slot, flatten
+from holdfast._plan.flatten import Slot, Structure, flatten
 from holdfast._plan.metadata_entries import directory_of
 from holdfast._plan.planner_values import HasOwnValues
 from holdfast._plan.read_columns import ReadItems, keys_of
@@ -116,13 +116,16 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
             refuse_unexpected=self.strict,
             cast=self.cast,
             ignore_mismatched_sizes=self.ignore_mismatched_sizes,
+            paths=self.mappings,
         )
 
     def _follow_old_keys(self) -> None:
         """Use the flat keys of torch before 2.4 if the checkpoint has some that only that rule makes."""
         assert self.metadata is not None
         stored = directory_of(self.metadata).numbers
-        if not self.flatten_state_dict or stored.keys() <= self.state_dict.keys():
+        # Where Holdfast flattened, a value in the place of a dict is another rank's, or of another state.
+        is_ours = isinstance(self.metadata.planner_data, Structure)
+        if not self.flatten_state_dict or is_ours or stored.keys() <= self.state_dict.keys():
             return
         now = (self.state_dict, self.mappings, self._slots)
         self._flatten(open_every_dict=False)
@@ -186,6 +189,7 @@ def create_default_local_load_plan(
     refuse_unexpected: bool | None = False,
     cast: bool | None = None,
     ignore_mismatched_sizes: bool = False,
+    paths: Mapping[str, Any] | None = None,
 ) -> LoadPlan:
     """What one rank must read to fill a flat state.
 
@@ -196,6 +200,8 @@ def create_default_local_load_plan(
         refuse_unexpected: As ``strict`` of :class:`DefaultLoadPlanner`.
         cast: As for :class:`DefaultLoadPlanner`.
         ignore_mismatched_sizes: As for :class:`DefaultLoadPlanner`.
+        paths: The structure of the flat state, if it was nested: with it, values in the place of containers
+            are found, and the reverse.
 
     Raises:
         PlanError: Something does not fit; the error lists everything that does not.
@@ -207,6 +213,7 @@ def create_default_local_load_plan(
         refuse_unexpected=refuse_unexpected,
         cast=cast,
         ignore_mismatched_sizes=ignore_mismatched_sizes,
+        paths=paths,
     )
     return LoadPlan(ReadItems(columns))
 

@@ -115,7 +115,7 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
         """
         if not self.check_replicas:
             return {}
-        return fingerprint_replicas(self.state_dict, full=self.check_replicas == "full")
+        return fingerprint_replicas(self.state_dict, self.mappings, full=self.check_replicas == "full")
 
     def keep_for_rank(self, names: Mapping[str, str]) -> dict[str, str]:
         """Save values of this rank under other names, because other ranks save other values under theirs.
@@ -124,14 +124,16 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
         again. For subclasses to extend, if ``state_dict`` and ``mappings`` are not all that they look into.
 
         Args:
-            names: Flat keys of this rank, with the names that are to be saved in their place.
+            names: Flat keys of this rank, with the names that are to be saved in their place. Where another
+                rank has a value or another kind of container, also the name of a dict or list, beside
+                the keys of all that is in it.
 
         Returns:
             Why values cannot be kept, by key. If any rank returns something, the save raises.
         """
         if self.check_replicas == "raise":
             return dict.fromkeys(names, "check_replicas='raise' keeps no value of a rank")
-        problems = why_not_kept({key: self.state_dict[key] for key in names})
+        problems = why_not_kept({key: self.state_dict[key] for key in names if key in self.state_dict})
         if not problems:
             self.state_dict, renamed = rename_kept(self.state_dict, self.mappings, names)
             if self.flatten_state_dict:
@@ -152,9 +154,8 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
         may_split = finds_values_itself(self, "resolve_data")
         plans, metadata = merge(all_plans, lowest_rank=self.dedup_save_to_lowest_rank, may_split=may_split)
         if self.flatten_state_dict:
-            metadata = dataclasses.replace(
-                metadata, planner_data=merge_structures([plan.planner_data for plan in plans])
-            )
+            structure = merge_structures([plan.planner_data for plan in plans], metadata.state_dict_metadata)
+            metadata = dataclasses.replace(metadata, planner_data=structure)
         # A single rank may save its own shards alone: then the other shards of the tensor may be missing.
         problems = find_problems(metadata, whole=len(all_plans) > 1)
         if problems:

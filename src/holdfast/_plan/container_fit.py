@@ -1,0 +1,51 @@
+"""Values of a state in the place of containers of a checkpoint, and the reverse."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast._plan.flatten import Path, container_kinds, containers_of
+from holdfast._plan.metadata_entries import directory_of
+from holdfast.metadata import Metadata
+
+
+class ContainerFit:
+    """Whether a state and a checkpoint have containers in the same places.
+
+    Args:
+        paths: The structure of the flat state; empty if nothing is known of it.
+        metadata: The checkpoint's metadata.
+    """
+
+    def __init__(self, paths: Mapping[str, Any], metadata: Metadata) -> None:
+        self._paths = paths
+        self._numbers = directory_of(metadata).numbers
+        self._stored: dict[str, Path] = (
+            metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        )
+
+    @functools.cached_property
+    def _stored_kinds(self) -> dict[str, str]:
+        return {".".join(map(str, path)): kind for path, kind in container_kinds(self._stored).items()}
+
+    def why_missing(self, key: str, value: Any) -> str:
+        """Why the checkpoint does not have a key of the state; nothing if containers are not the reason."""
+        kind = self._stored_kinds.get(key)
+        if kind is not None:
+            return f"it has a {kind} here, the state a value of type {type(value).__name__}"
+        path = self._paths.get(key, ())
+        for depth in range(1, len(path)):
+            if self._has_value(path[:depth]):
+                kind = "list" if type(path[depth]) is int else "dict"
+                return f"it has a value at {'.'.join(map(str, path[:depth]))}, where the state has a {kind}"
+        return ""
+
+    def unfilled(self) -> list[str]:
+        """The containers of the state without a value in them, where the checkpoint has a value."""
+        empty = [path for path in containers_of(self._paths) if path and self._has_value(path)]
+        filled = container_kinds(dict(self._paths)) if empty else {}
+        return [".".join(map(str, path)) for path in empty if path not in filled]
+
+    def _has_value(self, path: Path) -> bool:
+        key = ".".join(map(str, path))
+        return key in self._numbers and self._stored.get(key) == path
