@@ -1,5 +1,6 @@
 """What a save must not damage: checkpoints of other folders, of earlier saves, of other ranks, and memory."""
 
+import inspect
 import os
 import threading
 from pathlib import Path
@@ -52,6 +53,8 @@ def test_a_relative_path_means_the_folder_of_the_call_though_the_program_moves_o
 
 @pytest.mark.parametrize("planner", [holdfast.DefaultSavePlanner, stock_planners.DefaultSavePlanner])
 def test_cached_plans_do_not_write_into_the_files_of_an_earlier_save(tmp_path: Path, planner: Any) -> None:
+    if "enable_plan_caching" not in inspect.signature(planner).parameters:
+        pytest.skip("this torch does not cache plans")
     caching = planner(enable_plan_caching=True)
     for value in range(4):
         holdfast.save(state(float(value)), checkpoint_id=tmp_path, planner=caching)
