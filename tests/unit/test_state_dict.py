@@ -3,6 +3,7 @@
 import copy
 import inspect
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,8 +14,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import state_dict as torchs
 
+import holdfast
 from holdfast import state_dict as ours
 from holdfast._parameter_states import ParameterStates
+from holdfast.errors import MissingKeyError
 from holdfast.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -472,6 +475,29 @@ def test_names_do_not_show_wrappers() -> None:
     with pytest.raises(RuntimeError, match=r"Missing key\(s\): 3.bias.\s+Unexpected key\(s\): 3.more."):
         set_model_state_dict(shell, found)
     set_model_state_dict(shell, shell.state_dict())
+
+
+@pytest.mark.parametrize("saved", [0, 1, 2])
+@pytest.mark.parametrize("asked", [0, 1, 2])
+def test_a_model_that_was_saved_in_other_wrappers_is_refused_with_both_names_and_the_remedy(
+    saved: int, asked: int, tmp_path: Path
+) -> None:
+    def make(kind: int) -> Any:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        if kind == 1:
+            return compiled(model)
+        return nn.Sequential(compiled(model[0]), model[1]) if kind == 2 else model
+
+    keys = ["model.0.weight", "model._orig_mod.0.weight", "model.0._orig_mod.weight"]
+    holdfast.save({"model": make(saved)}, checkpoint_id=tmp_path)
+    state = {"model": make(asked)}
+    if saved == asked:
+        holdfast.load(state, checkpoint_id=tmp_path)
+        return
+    with pytest.raises(MissingKeyError) as caught:
+        holdfast.load(state, checkpoint_id=tmp_path)
+    assert f"{keys[asked]}: Missing key in checkpoint (it has {keys[saved]})" in str(caught.value)
+    assert "get_model_state_dict(model)" in str(caught.value)
 
 
 def test_a_child_may_have_the_name_of_a_wrapper() -> None:

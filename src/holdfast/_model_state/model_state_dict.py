@@ -16,7 +16,7 @@ from holdfast._model_state.parameter_names import ModelNames, frozen_names
 from holdfast._model_state.patched_methods import unpatched_method
 from holdfast._model_state.rank0_broadcast import SentState, SentTensor
 from holdfast._model_state.state_dict_options import StateDictOptions
-from holdfast._model_state.whole_tensors import delivered, fill, is_left_to_rank0, shared_out
+from holdfast._model_state.whole_tensors import changed_leaves, delivered, fill, is_left_to_rank0, shared_out
 
 IncompatibleKeys: TypeAlias = _IncompatibleKeys
 
@@ -97,23 +97,25 @@ def names_of_submodules(model: nn.Module, state: Mapping[Any, Any]) -> Mapping[s
 @torch.no_grad()
 def set_model(model: nn.Module, state: Mapping[str, Any], options: StateDictOptions) -> IncompatibleKeys:
     """Load ``state`` into the model by ``model.load_state_dict``; ``state`` stays as it is."""
-    names = ModelNames(model)
-    targets = _own_tensors(model)
-    if options.full_state_dict:
-        device = _one_device(targets)
-        needs_memory = any(isinstance(one, torch.Tensor) and one.is_meta for one in targets.values())
-    else:
-        device, needs_memory = None, False
-    loading = _Loading(names, targets, device, assign=needs_memory)
     if options.broadcast_from_rank0:
-        _receive(SentState(dict(state), device), loading)
+        loading = _received(model, state, options)
     else:
+        loading = _start_loading(model, options)
         for name, value in state.items():
             loading.take(name, value)
     if options.ignore_frozen_params:
         for name in frozen_names(model) & loading.keys.keys():
-            loading.values.setdefault(loading.keys[name], targets[loading.keys[name]])
+            loading.leave_alone(loading.keys[name])
     return _load(model, state, loading, options)
+
+
+def _start_loading(model: nn.Module, options: StateDictOptions) -> "_Loading":
+    targets = _own_tensors(model)
+    device, needs_memory = None, False
+    if options.full_state_dict:
+        device = _one_device(targets)
+        needs_memory = any(isinstance(one, torch.Tensor) and one.is_meta for one in targets.values())
+    return _Loading(ModelNames(model), targets, device, assign=needs_memory)
 
 
 def _own_tensors(model: nn.Module) -> dict[str, Any]:
@@ -144,6 +146,9 @@ class _Loading:
         keys: The key in the model's own state dict for each of its names.
         values: What to load, by key.
         given: The name that the caller used for each key.
+        assign: Whether tensors of the model are replaced instead of filled.
+        names: The names of the model.
+        device: The device of the model's tensors; None if they have none.
     """
 
     def __init__(
@@ -154,8 +159,8 @@ class _Loading:
         self.given: dict[str, str] = {}
         self.assign = assign
         self.names = names
+        self.device = device
         self._targets = targets
-        self._device = device
         self._made: dict[int, torch.Tensor] = {}
 
     def key_for(self, name: str) -> str:
@@ -175,6 +180,10 @@ class _Loading:
         if is_whole and self.fits(key, value.shape) and (into_shards or self.assign):
             value = self.placed(key, value)
         self.values[key] = value
+
+    def leave_alone(self, key: str) -> None:
+        """Let the model keep what it has under ``key``, unless there is something to load."""
+        self.values.setdefault(key, self._targets[key])
 
     def has(self, key: str) -> bool:
         """Whether the model has an entry of that key."""
@@ -201,13 +210,49 @@ class _Loading:
     def _with_memory(self, target: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         if isinstance(target, DTensor):
             kind = target.device_mesh.device_type
-            device = self._device if self._device is not None else torch.device(kind)
+            device = self.device if self.device is not None else torch.device(kind)
             return shared_out(whole, target, device)
-        return whole.detach().to(self._device or whole.device, copy=True)
+        return whole.detach().to(self.device or whole.device, copy=True)
 
 
-def _receive(sent: SentState, loading: _Loading) -> None:
+def _received(model: nn.Module, state: Mapping[str, Any], options: StateDictOptions) -> _Loading:
     """Take the values of rank 0, tensor by tensor.
+
+    The other ranks wait for this one, so it takes part to the end whatever goes wrong, and tells them.
+    """
+    loading: _Loading | None = None
+    problem: Exception | None = None
+    try:
+        loading = _start_loading(model, options)
+    except Exception as error:  # noqa: BLE001 - all ranks raise it
+        problem = error
+    sent = SentState(dict(state), None if loading is None else loading.device)
+    if loading is None:
+        sent.agree(problem)
+        raise AssertionError("ranks agreed although one has a problem")
+    by_number = _expect(sent, loading)
+    inner: dict[SentTensor, torch.Tensor] = {}  # tensors inside of values, such as extra state
+    for form, tensor in sent.tensors():
+        key = by_number.get(form.number)
+        if problem is not None or (key is not None and not loading.fits(key, form.shape)):
+            continue
+        try:
+            if key is None:
+                inner[form] = tensor.clone()
+            else:
+                loading.values[key] = loading.placed(key, tensor)
+        except Exception as error:  # noqa: BLE001 - all ranks raise it
+            problem = error
+    sent.agree(problem)
+    if inner:
+        loading.values = changed_leaves(
+            loading.values, lambda value: inner[value] if isinstance(value, SentTensor) else value
+        )
+    return loading
+
+
+def _expect(sent: SentState, loading: _Loading) -> dict[int, str]:
+    """Agree on what is loaded; returns the key for each tensor that will come, by its number.
 
     Ranks may have different models, as the stages of a pipeline are. A key that another rank has a place for
     is not unexpected here.
@@ -228,10 +273,7 @@ def _receive(sent: SentState, loading: _Loading) -> None:
         loading.values[key] = (
             torch.empty(value.shape, dtype=value.dtype, device="meta") if is_tensor else value
         )
-    for form, tensor in sent.tensors():
-        key = by_number[form.number]
-        if loading.fits(key, form.shape):
-            loading.values[key] = loading.placed(key, tensor)
+    return by_number
 
 
 def _versions_in(state: Mapping[str, Any]) -> Any:

@@ -1,6 +1,7 @@
 """Rank 0 sends values to all ranks: first a description of everything, then tensor by tensor."""
 
 import math
+import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,20 +43,38 @@ class SentState:
     """A tree of values that rank 0 has, on all ranks.
 
     Every rank of the default process group must make one, with the same ``device`` up to its number, and then
-    call ``agree`` and ``tensors``.
+    call ``agree`` and ``tensors``. What goes wrong before ``agree`` is raised there, on all ranks.
 
     Attributes:
-        tree: The values of rank 0, with a SentTensor for each tensor.
+        tree: The values of rank 0, with a SentTensor for each tensor; empty if they could not be sent.
     """
 
     def __init__(self, tree: Any, device: torch.device | None) -> None:
         self._device = _device_of_group(device)
         self._sources: list[torch.Tensor] = []
         self._forms: list[SentTensor] = []
-        message = [(self._described(tree), self._forms) if dist.get_rank() == 0 else None]
+        self._problem: Exception | None = None
+        self.tree: Any = {}
+        message: list[Any] = [self._packed(tree) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(message, src=0)
-        assert message[0] is not None
-        self.tree, self._forms = message[0]
+        if isinstance(message[0], str):
+            if dist.get_rank() != 0:
+                self._problem = _problem_of(0, message[0])
+            return
+        try:
+            self.tree, self._forms = pickle.loads(message[0])
+        except Exception as error:  # noqa: BLE001 - such as a class that this rank cannot import
+            self._problem = error
+
+    def _packed(self, tree: Any) -> bytes | str:
+        """On rank 0: the description, pickled here, so that the ranks that wait hear of a failure as text."""
+        try:
+            described = self._described(tree)
+            self._refuse_unsendable()
+            return pickle.dumps((described, self._forms))
+        except Exception as error:  # noqa: BLE001 - all ranks raise it
+            self._problem = error
+            return _as_text(error)
 
     def _described(self, tree: Any) -> Any:
         def describe(value: Any) -> Any:
@@ -67,8 +86,21 @@ class SentState:
 
         return changed_leaves(tree, describe)
 
+    def _refuse_unsendable(self) -> None:
+        for source in self._sources:
+            is_sharded = isinstance(source, DTensor | ShardedTensor)
+            if is_sharded:
+                raise ValueError("broadcast_from_rank0 needs a whole state dict; rank 0 has sharded tensors")
+            if has_parts(type(source)):
+                name = type(source).__name__
+                raise TypeError(f"broadcast_from_rank0 cannot send tensors of the class {name}")
+            if source.is_meta:
+                raise ValueError("broadcast_from_rank0 needs values; rank 0 has tensors on the meta device")
+
     def agree(self, problem: Exception | None, note: Any = None) -> list[Any]:
-        """Raise on all ranks if any rank has a problem, before tensors are on their way.
+        """Raise on all ranks if any rank has a problem.
+
+        Call it before tensors are on their way, and after them if something can go wrong with them.
 
         Returns:
             The ``note`` of each rank.
@@ -76,19 +108,15 @@ class SentState:
         Raises:
             RuntimeError: Another rank has a problem; its own problem on a rank that has one.
         """
-        if problem is None and any(isinstance(one, DTensor | ShardedTensor) for one in self._sources):
-            problem = ValueError("broadcast_from_rank0 needs a whole state dict; rank 0 has sharded tensors")
-        unknown = [type(one).__name__ for one in self._sources if has_parts(type(one))]
-        if problem is None and unknown:
-            problem = TypeError(f"broadcast_from_rank0 cannot send tensors of the class {unknown[0]}")
-        text = None if problem is None else f"{type(problem).__name__}: {problem}"
+        problem = self._problem or problem
+        text = None if problem is None else _as_text(problem)
         answers: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(answers, (text, note))
         if problem is not None:
             raise problem
         for rank, (found, _) in enumerate(answers):
             if found is not None:
-                raise RuntimeError(f"the state dict was not set, because rank {rank} cannot take it: {found}")
+                raise _problem_of(rank, found)
         return [said for _, said in answers]
 
     def tensors(self) -> Iterator[tuple[SentTensor, torch.Tensor]]:
@@ -130,6 +158,14 @@ class SentState:
 
     def _source(self, form: SentTensor) -> torch.Tensor:
         return self._sources[form.number].resolve_conj().resolve_neg().to(self._device).contiguous()
+
+
+def _as_text(problem: Exception) -> str:
+    return f"{type(problem).__name__}: {problem}"
+
+
+def _problem_of(rank: int, text: str) -> Exception:
+    return RuntimeError(f"the state dict was not set, because of rank {rank}: {text}")
 
 
 def _windows(forms: Sequence[SentTensor]) -> Iterator[list[SentTensor]]:

@@ -19,6 +19,14 @@ Kind: TypeAlias = Literal["missing", "unexpected", "shape", "dtype", "kind"]
 # The words that torch has for it: programs look for them.
 _MISSING = "Missing key in checkpoint"
 
+_WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
+"""What DistributedDataParallel, ``torch.compile`` and activation checkpointing put into names of a model."""
+_REMEDY = (
+    "The names differ by what wraps the model (torch.compile, DistributedDataParallel). Save and load "
+    "holdfast.state_dict.get_model_state_dict(model), or a TrainingState, instead of the model itself: their "
+    "names do not show wrappers. docs/state_dicts.md says how to load this checkpoint."
+)
+
 
 class FitReport:
     """Problems by kind; each is a key and a sentence."""
@@ -75,6 +83,13 @@ class FitReport:
 def _lines_of_missing(missing: list[str], unclaimed: set[str]) -> list[tuple[str, int]]:
     """Lines, and how many keys each is about. Keys that are there with another prefix are one line."""
     lines: list[tuple[str, int]] = []
+    bare = {_without_wrappers(name): name for name in unclaimed}
+    wrapped = {key: bare[name] for key in missing if (name := _without_wrappers(key)) in bare}
+    if wrapped:
+        key, there = next(iter(wrapped.items()))
+        more = f", and {len(wrapped) - 1} more in the same way" if len(wrapped) > 1 else ""
+        lines += [(f"{key}: {_MISSING} (it has {there}){more}", len(wrapped)), (_REMEDY, 0)]
+        missing = [key for key in missing if key not in wrapped]
     prefixes = _other_prefix(missing, unclaimed)
     if prefixes is not None:
         old, new = prefixes
@@ -89,6 +104,10 @@ def _lines_of_missing(missing: list[str], unclaimed: set[str]) -> list[tuple[str
         close = difflib.get_close_matches(key, names, n=1, cutoff=0.75) if number < _MOST_LINES else []
         lines.append((f"{key}: {_MISSING}" + (f" (it has {close[0]})" if close else ""), 1))
     return lines
+
+
+def _without_wrappers(name: str) -> str:
+    return ".".join(step for step in name.split(".") if step not in _WRAPPERS)
 
 
 def _other_prefix(missing: list[str], unclaimed: Collection[str]) -> tuple[str, str] | None:
