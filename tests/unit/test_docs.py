@@ -12,6 +12,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")  # torch's own
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_examples_of_a_page_run_in_order(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
