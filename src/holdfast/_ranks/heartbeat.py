@@ -61,7 +61,13 @@ def _open_store() -> Any:
         port = listening.getsockname()[1]
         served = os.dup(listening.fileno())
         store = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1", port, None, is_master=True, wait_for_workers=False, master_listen_fd=served
+            "127.0.0.1",
+            port,
+            None,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=served,
+            use_libuv=False,  # of torch 2.6, that one takes no socket that listens already
         )
         # Only now: the store has sent something to itself. Whoever connects from now on can store nothing.
         if sys.platform == "linux":
