@@ -1,6 +1,6 @@
 """What an optimizer keeps for its parameters, with the parameters: a load can make room for it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ class ParameterStates(dict[Any, Any]):
         parameters: The parameters by name, in the order in which the optimizer numbers them.
         is_whole: Make every tensor whole, whatever layout the parameter has.
         device: Where to make tensors; None for the device of the parameter.
+        optimizers: The optimizers whose state this is, as far as they are known.
     """
 
     def __init__(
@@ -30,11 +31,13 @@ class ParameterStates(dict[Any, Any]):
         parameters: Mapping[Any, torch.Tensor],
         is_whole: bool = False,
         device: torch.device | None = None,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
         super().__init__(states)
         self.parameters = parameters
         self.is_whole = is_whole
         self.device = device
+        self.optimizers = optimizers
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return dict, (dict(self),)

@@ -37,8 +37,8 @@ class TrainingState:
 
     Args:
         model: The model; several models by name; or a list of parts of one model, such as the stages of a
-            pipeline that this rank holds, whose parameters have different names. A pipeline must be resumed
-            with the same stages on each rank: the options of the optimizers' groups are kept for each rank.
+            pipeline that this rank holds, whose parameters have different names. A pipeline can be resumed
+            with other stages, on any number of ranks.
         optimizer: One optimizer or several, by name or in a list. Those in a list must not share parameters.
         schedulers: Learning rate schedulers: one, a list, or several by name.
         step: How many steps are done. Keep the attribute ``step`` up to date, or leave it at 0.
