@@ -1,11 +1,29 @@
-"""What an optimizer keeps for its parameters, with the parameters: a load can make room for it."""
+"""State dicts that know what they are the state of, so that a load can make room for what is missing."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["ParameterStates"]
+__all__ = ["ModuleStates", "ParameterStates"]
+
+
+class ModuleStates(dict[str, Any]):
+    """The state of modules, by names: a load gives memory to those of them that are on the meta device.
+
+    It is a dict like any other. Copies and pickles of it are plain dicts.
+
+    Args:
+        states: The entries.
+        modules: The modules.
+    """
+
+    def __init__(self, states: Mapping[str, Any], *, modules: Sequence[torch.nn.Module]) -> None:
+        super().__init__(states)
+        self.modules = modules
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return dict, (dict(self),)
 
 
 class ParameterStates(dict[Any, Any]):

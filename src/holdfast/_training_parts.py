@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast._objects.object_fingerprint import fingerprint
-from holdfast._parameter_states import ParameterStates
+from holdfast._parameter_states import ModuleStates, ParameterStates
 from holdfast._random_state import get_random_state, resize_random_state, set_random_state
 from holdfast.errors import PlanError, UsageError
 from holdfast.per_rank import PerRank
@@ -42,7 +42,7 @@ class ModelPart:
                         f"two parts of the model both have {key!r}; pass models by name", key=key
                     )
                 found[key] = value
-        return found
+        return ModuleStates(found, modules=self.modules)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for module in self.modules:

@@ -13,7 +13,7 @@ from torch import nn
 import holdfast
 from holdfast import TrainingState
 from holdfast.errors import PlanError
-from holdfast.state_dict import StateDictOptions, get_optimizer_state_dict
+from holdfast.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -195,3 +195,45 @@ def test_one_group_for_each_part_of_what_was_one_says_nothing(tmp_path: Path) ->
         holdfast.load({"training": TrainingState(other, each)}, checkpoint_id=tmp_path)
     assert {one.param_groups[0]["lr"] for one in each} == {0.75}
     assert {one.param_groups[0]["weight_decay"] for one in each} == {0.125}
+
+
+def test_an_optimizer_of_parameters_that_the_model_has_replaced_is_told_of(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = one_group(model)
+    for module in (model[0], model[1]):
+        module.weight = nn.Parameter(module.weight.detach().clone())
+    with pytest.warns(UserWarning, match=r"AdamW has 2 of 4 parameters that no module .*after that"):
+        holdfast.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path)
+    with pytest.warns(UserWarning, match=r"AdamW has 2 of 4 parameters that no module"):
+        holdfast.load({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path)
+
+
+def test_optimizers_of_other_modules_and_frozen_modules_are_not_told_of(tmp_path: Path) -> None:
+    model, other, frozen = make_model(), nn.Linear(9, 9), make_model().requires_grad_(False)
+    state = {"model": model, "optimizer": one_group(model), "other": torch.optim.SGD(other.parameters())}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        holdfast.save(state, checkpoint_id=tmp_path / "1")
+        holdfast.save({"average": frozen, "optimizer": one_group(model)}, checkpoint_id=tmp_path / "2")
+
+
+def test_lists_in_flattened_state_come_back_as_lists(tmp_path: Path) -> None:
+    def make(model: nn.Module) -> torch.optim.LBFGS:
+        return torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 4)).pow(2).sum()
+        torch.autograd.backward(loss)
+        return loss.item()
+
+    model = make_model()
+    optimizer = make(model)
+    optimizer.step(closure)  # type: ignore[no-untyped-call]
+    holdfast.save(flattened(model, optimizer), checkpoint_id=tmp_path)
+    other = make_model()
+    resumed = make(other)
+    state = {"optimizer": get_optimizer_state_dict(other, resumed, options=_FLAT)}
+    holdfast.load(state, checkpoint_id=tmp_path, strict=False)
+    set_optimizer_state_dict(other, resumed, state["optimizer"], options=_FLAT)
+    assert_same(resumed.state_dict()["state"], optimizer.state_dict()["state"])

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from holdfast._plan.flatten import Container, Path, containers_of, unflatten
+from holdfast._plan.metadata_entries import entries_apart
 from holdfast.metadata import Metadata
 
 __all__ = ["stored_subclasses", "stored_trees"]
@@ -31,7 +32,8 @@ def stored_trees(metadata: Metadata, paths: Iterable[Sequence[Any]]) -> dict[tup
                 if (names := tuple(map(str, way[:depth]))) in wanted:
                     yield names, ("tree", *way[depth:])
 
-    for key in metadata.state_dict_metadata:
+    every = entries_apart(metadata)
+    for key in every:
         for names, way in above(known.get(key, ())):
             leaves.setdefault(names, {})[key] = way
     for path, container in containers_of(known).items():
@@ -40,8 +42,7 @@ def stored_trees(metadata: Metadata, paths: Iterable[Sequence[Any]]) -> dict[tup
     trees = {}
     for names in leaves.keys() | containers.keys():
         ways = leaves.get(names, {})
-        entries = {key: metadata.state_dict_metadata[key] for key in ways}
-        trees[names] = unflatten(entries, ways, containers.get(names, {}))["tree"]
+        trees[names] = unflatten({key: every[key] for key in ways}, ways, containers.get(names, {}))["tree"]
     return trees
 
 
