@@ -20,7 +20,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 State = Callable[[nn.Module, torch.optim.Optimizer], dict[str, Any]]
 
 
-def make_model(seed: int = 1) -> nn.Sequential:
+def make_model(seed: int = 1) -> Any:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
 
@@ -221,7 +221,7 @@ def test_lists_in_flattened_state_come_back_as_lists(tmp_path: Path) -> None:
     def make(model: nn.Module) -> torch.optim.LBFGS:
         return torch.optim.LBFGS(model.parameters(), max_iter=3)
 
-    def closure() -> float:
+    def closure() -> Any:
         optimizer.zero_grad()
         loss = model(torch.ones(1, 4)).pow(2).sum()
         torch.autograd.backward(loss)
