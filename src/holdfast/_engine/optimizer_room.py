@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from holdfast._engine.optimizer_state_room import FlatRoom, NamedRoom, ObjectRoom, PlainRoom
+from holdfast._engine.flat_optimizer_room import FlatRoom
+from holdfast._engine.optimizer_state_room import NamedRoom, ObjectRoom, PlainRoom
 from holdfast._engine.stateful_objects import OpenedState, entries_of
 from holdfast._parameter_states import ParameterStates
 from holdfast._plan.stored_tree import stored_trees

@@ -1,7 +1,7 @@
-"""Room in one state dict of an optimizer, in each of its forms: by number, by name, plain, and flattened."""
+"""Room in one state dict of an optimizer, in each of its nested forms: by number, by name, and plain."""
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any
 
@@ -11,11 +11,9 @@ from torch.distributed.tensor import DTensor
 from holdfast._engine.missing_state import StateMaker
 from holdfast._engine.optimizer_groups import assign_groups, check_sizes, listed_groups
 from holdfast._engine.optimizer_kind import refuse_other_kind
-from holdfast._model_state.flat_optimizer_state import parameter_of
 from holdfast._model_state.parameter_names import names_by_parameter
 from holdfast._model_state.state_dict_options import StateDictOptions
 from holdfast._parameter_states import ParameterStates
-from holdfast._tensors.tensor_parts import TensorParts
 
 
 class _Room:
@@ -249,68 +247,6 @@ class ObjectRoom(_Room):
             parameter = self.layout.parameters.get(number)
             states[number] = value if number == own else _in_layout_of(parameter, value)
         self.node["state"], self.node["param_groups"] = states, groups
-
-
-class FlatRoom:
-    """A whole state dict of an optimizer in the flattened form."""
-
-    def __init__(self, path: tuple[Any, ...], node: ParameterStates) -> None:
-        self.path, self.node = path, node
-        self.added: list[str] = []
-        self.taken_out: dict[str, Any] = {}
-
-    def make(self, stored: Any) -> None:
-        """Make room for what the checkpoint has, flattened or not; see ``_Room.make``."""
-        if not isinstance(stored, Mapping):
-            return
-        entries = {
-            name: (parameter, entry)
-            for name, entry in _leaves(stored)
-            if (parameter := parameter_of(name, self.node.parameters)) is not None
-        }
-        states, options = dict[str, dict[str, Any]](), dict[str, dict[str, Any]]()
-        for name, (parameter, entry) in entries.items():
-            kind, last = name.partition(".")[0], name[len(name.partition(".")[0]) + len(parameter) + 2 :]
-            (states if kind == "state" else options).setdefault(parameter, {})[last] = entry
-        distinct = {frozenset(of_parameter): of_parameter for of_parameter in options.values()}
-        key = ".".join(map(str, self.path))
-        refuse_other_kind(self.node.optimizers, list(distinct.values()), states, key=key)
-        for name, (parameter, entry) in entries.items():
-            if name not in self.node:
-                maker = StateMaker(self.node.parameters[parameter], self.node.is_whole, self.node.device)
-                self.node[name] = maker.complete(None, entry, add_own=False)
-                self.added.append(name)
-        self._take_out([name for name in self.node if name not in entries], options)
-
-    def _take_out(self, names: Sequence[str], options: Mapping[str, Any]) -> None:
-        """Take out options that the checkpoint does not have for a parameter: they keep their values."""
-        for name in names:
-            if name.startswith("param_groups.") and parameter_of(name, self.node.parameters) in options:
-                self.taken_out[name] = self.node.pop(name)
-
-    def member_keys(self) -> list[str]:
-        """Nothing: parameters have names."""
-        return []
-
-    def check(self, members: Sequence[Sequence[Any]]) -> None:
-        """Nothing is left to check."""
-
-    def settle(self) -> None:
-        self.node.update(self.taken_out)
-
-    def undo(self) -> None:
-        for name in self.added:
-            del self.node[name]
-        self.node.update(self.taken_out)
-
-
-def _leaves(stored: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """What stands in nested dicts, by keys joined with dots; lists and the parts of a tensor stay whole."""
-    for key, value in stored.items():
-        if isinstance(value, Mapping) and not isinstance(value, TensorParts):
-            yield from _leaves(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
 
 
 def _in_layout_of(parameter: torch.Tensor | None, value: Any) -> Any:
