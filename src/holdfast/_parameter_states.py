@@ -1,11 +1,29 @@
-"""What an optimizer keeps for its parameters, with the parameters: a load can make room for it."""
+"""State dicts that know what they are the state of, so that a load can make room for what is missing."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["ParameterStates"]
+__all__ = ["ModuleStates", "ParameterStates"]
+
+
+class ModuleStates(dict[str, Any]):
+    """The state of modules, by names: a load gives memory to those of them that are on the meta device.
+
+    It is a dict like any other. Copies and pickles of it are plain dicts.
+
+    Args:
+        states: The entries.
+        modules: The modules.
+    """
+
+    def __init__(self, states: Mapping[str, Any], *, modules: Sequence[torch.nn.Module]) -> None:
+        super().__init__(states)
+        self.modules = modules
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return dict, (dict(self),)
 
 
 class ParameterStates(dict[Any, Any]):
@@ -21,6 +39,7 @@ class ParameterStates(dict[Any, Any]):
         parameters: The parameters by name, in the order in which the optimizer numbers them.
         is_whole: Make every tensor whole, whatever layout the parameter has.
         device: Where to make tensors; None for the device of the parameter.
+        optimizers: The optimizers whose state this is, as far as they are known.
     """
 
     def __init__(
@@ -30,11 +49,13 @@ class ParameterStates(dict[Any, Any]):
         parameters: Mapping[Any, torch.Tensor],
         is_whole: bool = False,
         device: torch.device | None = None,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
         super().__init__(states)
         self.parameters = parameters
         self.is_whole = is_whole
         self.device = device
+        self.optimizers = optimizers
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return dict, (dict(self),)

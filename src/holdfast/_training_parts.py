@@ -1,5 +1,6 @@
 """The parts of a TrainingState: each gives its state in the form that is saved, and takes it back."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast._objects.object_fingerprint import fingerprint
-from holdfast._parameter_states import ParameterStates
+from holdfast._parameter_states import ModuleStates, ParameterStates
 from holdfast._random_state import get_random_state, resize_random_state, set_random_state
 from holdfast.errors import PlanError, UsageError
 from holdfast.per_rank import PerRank
@@ -41,7 +42,7 @@ class ModelPart:
                         f"two parts of the model both have {key!r}; pass models by name", key=key
                     )
                 found[key] = value
-        return found
+        return ModuleStates(found, modules=self.modules)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for module in self.modules:
@@ -50,20 +51,41 @@ class ModelPart:
                 own = {key: state_dict[key] for key in get_model_state_dict(module, options=self.options)}
             set_model_state_dict(module, own, options=self.options)
 
-    def home_of(self, optimizer: Optimizer) -> nn.Module:
-        """The module that has all parameters of an optimizer."""
-        wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for module in self.modules:
-            if wanted <= {id(parameter) for parameter in module.parameters()}:
-                return module
-        raise UsageError(
-            f"an optimizer ({type(optimizer).__name__}) has parameters that are not in the model"
-            + ("" if len(self.modules) == 1 else ", or are in several parts of it")
+    def by_home(self, optimizers: Sequence[Optimizer]) -> list[tuple[nn.Module, list[Optimizer]]]:
+        """The modules that have the parameters of some optimizers, each with its optimizers."""
+        numbered = reversed(list(enumerate(self.modules)))
+        homes = {id(parameter): number for number, module in numbered for parameter in module.parameters()}
+        found: dict[int, list[Optimizer]] = {}
+        for optimizer in optimizers:
+            wanted = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+            own = {homes[number] for number in wanted if number in homes} or {0}
+            lost = sum(number not in homes for number in wanted)
+            if lost or len(own) > 1:
+                raise _homeless(optimizer, lost, len(wanted))
+            found.setdefault(own.pop(), []).append(optimizer)
+        return [(self.modules[number], found[number]) for number in sorted(found)]
+
+
+def _homeless(optimizer: Optimizer, lost: int, every: int) -> UsageError:
+    kind = type(optimizer).__name__
+    if not lost:
+        return UsageError(
+            f"an optimizer ({kind}) has parameters that are in several parts of the model: make one for each"
         )
+    return UsageError(
+        f"an optimizer ({kind}) has parameters that are not in the model: {lost} of {every}. Either it was "
+        "made before the model got the parameters that it has now (by fully_shard, parallelize_module, "
+        "to_empty or a wrapper): make the optimizer after that. Or it belongs to another model: pass that "
+        'model too, as in TrainingState({"a": model, "b": other}, {"a": optimizer, "b": its_optimizer}).'
+    )
 
 
 class OptimizerPart:
     """Optimizers, by names of parameters.
+
+    Every group has a name of its own, which is the same on every rank and in every run that has a group of
+    these parameters. So ranks that hold other layers, such as the stages of a pipeline, save other groups,
+    and a load finds the options of each parameter whatever ranks and stages there are.
 
     Args:
         optimizers: Lists of optimizers by name. The optimizers of a list are saved as one, so that their
@@ -81,40 +103,60 @@ class OptimizerPart:
     def _join(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         groups: list[dict[str, Any]] = []
         joined, parameters = dict[str, Any](), dict[str, Any]()
-        for optimizer in optimizers:
-            state = self._state_of(optimizer)
-            shared = parameters.keys() & state["state"].parameters.keys()
-            if shared:
-                raise UsageError(
-                    f"two optimizers both have {min(shared)!r}; if they share parameters, pass them by name",
-                    key=min(shared),
-                )
+        _refuse_shared(optimizers, self.model.modules)
+        for home, some in self.model.by_home(optimizers):
+            state = get_optimizer_state_dict(home, some, options=self.model.options)
             parameters.update(state["state"].parameters)
             joined.update(state["state"])
             groups += state["param_groups"]
-        return {"state": ParameterStates(joined, parameters=parameters), "param_groups": groups}
-
-    def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        home = self.model.home_of(optimizer)
-        return get_optimizer_state_dict(home, optimizer, options=self.model.options)
+        states = ParameterStates(joined, parameters=parameters, optimizers=optimizers)
+        return {"state": states, "param_groups": _named_groups(groups)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         for name, optimizers in self.optimizers.items():
-            state = state_dict[name] if name else state_dict
-            for optimizer in optimizers:
-                own = dict(state) if len(optimizers) == 1 else self._share_of(optimizer, state)
-                set_optimizer_state_dict(
-                    self.model.home_of(optimizer), optimizer, own, options=self.model.options
-                )
+            state = dict(state_dict[name] if name else state_dict)
+            if isinstance(state["param_groups"], Mapping):
+                # A list is what earlier versions saved.
+                state["param_groups"] = list(state["param_groups"].values())
+            for home, some in self.model.by_home(optimizers):
+                own = state if len(optimizers) == 1 else self._share_of(home, some, state)
+                set_optimizer_state_dict(home, some, own, options=self.model.options)
 
-    def _share_of(self, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-        names = self._state_of(optimizer)["state"].parameters.keys()
+    def _share_of(
+        self, home: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        own = get_optimizer_state_dict(home, optimizers, options=self.model.options)
+        names = own["state"].parameters.keys()
         return {
             "state": {name: entry for name, entry in state["state"].items() if name in names},
             "param_groups": [
                 group for group in state["param_groups"] if not names.isdisjoint(group["params"])
             ],
         }
+
+
+def _refuse_shared(optimizers: Sequence[Optimizer], modules: Sequence[nn.Module]) -> None:
+    seen: set[int] = set()
+    for optimizer in optimizers:
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if shared := seen & own:
+            named = (pair for module in modules for pair in module.named_parameters())
+            name = min((name for name, parameter in named if id(parameter) in shared), default="parameters")
+            raise UsageError(
+                f"two optimizers both have {name!r}; if they share parameters, pass them by name", key=name
+            )
+        seen |= own
+
+
+def _named_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Groups by names that tell them from all groups of other parameters, also from those of other ranks."""
+    found: dict[str, dict[str, Any]] = {}
+    for number, group in enumerate(groups):
+        names = sorted(group["params"])
+        digest = hashlib.blake2b("\0".join(names).encode(), digest_size=4).hexdigest()
+        options = {key: value for key, value in group.items() if key != "param_names"}
+        found[f"{names[0]}@{digest}" if names else f"empty@{number}"] = {**options, "params": names}
+    return found
 
 
 class SchedulerPart:

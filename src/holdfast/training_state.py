@@ -1,11 +1,15 @@
 """Everything that a training run needs to go on, as one object that can be saved and loaded."""
 
+import difflib
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from holdfast._training_parts import DataPart, ModelPart, OptimizerPart, RandomPart, SchedulerPart
 from holdfast.errors import UsageError
@@ -18,6 +22,22 @@ T = TypeVar("T")
 OneOrMore: TypeAlias = T | Sequence[T] | Mapping[str, T]
 
 
+P = ParamSpec("P")
+
+
+def _known_keywords(make: Callable[P, None]) -> Callable[P, None]:
+    """Name the arguments that there are if one is passed that there is not."""
+    known = [*inspect.signature(make).parameters][1:]
+
+    @functools.wraps(make)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs.keys() - set(known):
+            raise TypeError(f"TrainingState has no argument {name!r}{_nearest(name, known)}")
+        make(*args, **kwargs)
+
+    return checked
+
+
 class TrainingState:
     """Model, optimizers, schedules, step, random numbers and the position in the data of a run.
 
@@ -25,8 +45,8 @@ class TrainingState:
     ``load``. After a load every object has its state, and ``step`` and ``extra`` have the loaded values. It
     works for plain, DDP, FSDP2 and tensor-parallel models, compiled or not: parameters have the same names
     however the model is wrapped, and the optimizer's state is kept by these names. An optimizer that has not
-    taken a step yet gets its state all the same. So a run can go on with another number of ranks, in another
-    wrapping, or with groups in another order.
+    taken a step yet gets its state all the same, and a model on the meta device its memory. So a run can go
+    on with another number of ranks, in another wrapping, or with groups in another order.
 
     Random numbers (Python's, numpy's if it is in use, torch's, and the accelerator's) are kept for each rank.
     If fewer ranks go on, each of them gets its own back. If more go on, each new rank gets a state that is
@@ -37,8 +57,8 @@ class TrainingState:
 
     Args:
         model: The model; several models by name; or a list of parts of one model, such as the stages of a
-            pipeline that this rank holds, whose parameters have different names. A pipeline must be resumed
-            with the same stages on each rank: the options of the optimizers' groups are kept for each rank.
+            pipeline that this rank holds, whose parameters have different names. A pipeline can be resumed
+            with other stages, on any number of ranks.
         optimizer: One optimizer or several, by name or in a list. Those in a list must not share parameters.
         schedulers: Learning rate schedulers: one, a list, or several by name.
         step: How many steps are done. Keep the attribute ``step`` up to date, or leave it at 0.
@@ -66,6 +86,7 @@ class TrainingState:
         ...     holdfast.save({"training": state}, checkpoint_id="checkpoints/last")
     """
 
+    @_known_keywords
     def __init__(
         self,
         model: OneOrMore[nn.Module],
@@ -90,8 +111,10 @@ class TrainingState:
             self._parts["schedulers"] = SchedulerPart(_schedulers(schedulers))
         if data is not None:
             if not isinstance(data, Stateful):
-                kind = type(data).__name__
-                raise UsageError(f"data must have state_dict and load_state_dict; a {kind} does not")
+                raise UsageError(
+                    f"data must have state_dict and load_state_dict; a {type(data).__name__} does not"
+                    + _STATEFUL_LOADER * isinstance(data, DataLoader)
+                )
             self._parts["data"] = DataPart(data, data_resize)
         if rng:
             # The last one: what is called before may draw random numbers.
@@ -121,11 +144,13 @@ class TrainingState:
         Example:
             >>> holdfast.load({"training": state.only("model")}, checkpoint_id="pretrained")
         """
-        return _SomeParts(self, lambda name: name in _known(parts))
+        _check_parts(parts)
+        return _SomeParts(self, lambda name: name in parts)
 
     def without(self, *parts: str) -> Stateful:
         """What saves or loads everything of this object but these parts; see :meth:`only`."""
-        return _SomeParts(self, lambda name: name not in _known(parts))
+        _check_parts(parts)
+        return _SomeParts(self, lambda name: name not in parts)
 
 
 class _SomeParts:
@@ -141,18 +166,33 @@ class _SomeParts:
         self._owner.load_state_dict({name: state for name, state in state_dict.items() if self._has(name)})
 
 
+_STATEFUL_LOADER = (
+    ". torchdata.stateful_dataloader.StatefulDataLoader takes the same arguments and knows its position"
+)
 _PARTS = ("model", "optimizer", "schedulers", "step", "rng", "data", "extra")
 
 
-def _known(parts: tuple[str, ...]) -> tuple[str, ...]:
+def _check_parts(parts: tuple[str, ...]) -> None:
     for part in parts:
         if part not in _PARTS:
-            raise UsageError(f"a TrainingState has no part {part!r}; it has {', '.join(_PARTS)}", found=part)
-    return parts
+            raise UsageError(f"a TrainingState has no part {part!r}{_nearest(part, _PARTS)}", found=part)
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    alike = difflib.get_close_matches(name, known, n=1)
+    meant = f" (did you mean {alike[0]!r}?)" if alike else ""
+    return f"{meant}; it has {', '.join(known)}"
 
 
 def _modules(model: Any) -> list[nn.Module]:
     if isinstance(model, Mapping):
+        for name, module in model.items():
+            if not isinstance(module, nn.Module):
+                raise UsageError(
+                    f"model must be a Module, or Modules by name; {name!r} is a {type(module).__name__}. "
+                    "Pass the module itself, not its state_dict(): a load must give it its state.",
+                    key=str(name),
+                )
         return [nn.ModuleDict(model)]
     modules = list(model) if isinstance(model, Sequence) else [model]
     for module in modules:

@@ -12,10 +12,12 @@ from tests.support.states import assert_same
 from tests.training import training_state_ranks
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import DataLoader
 
 import holdfast
 from holdfast import TrainingState
 from holdfast.errors import UsageError
+from holdfast.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from holdfast.state_dict_saver import SaveFuture
 
 
@@ -41,9 +43,10 @@ class Loader:
 class Run:
     """A small run with dropout, so that random numbers matter."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, device: str = "cpu", **options: Any) -> None:
         torch.manual_seed(1)
-        self.model = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.3), nn.Linear(5, 3))
+        with torch.device(device):
+            self.model = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.3), nn.Linear(5, 3))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.schedule = CosineAnnealingLR(self.optimizer, T_max=20)
         self.loader = Loader()
@@ -138,9 +141,21 @@ def test_everything_but_a_part(folder: Path) -> None:
     assert_same(resumed.model.state_dict(), run.model.state_dict())
 
 
-def test_a_part_that_there_is_not_is_named() -> None:
+@pytest.mark.parametrize("method", ["only", "without"])
+def test_a_part_that_there_is_not_is_named_at_once(method: str) -> None:
+    choose = getattr(Run().state, method)
     with pytest.raises(UsageError, match="no part 'weights'; it has model, optimizer"):
-        Run().state.only("weights").state_dict()
+        choose("weights")
+    with pytest.raises(UsageError, match=r"no part 'modle' .did you mean 'model'"):
+        choose("step", "modle")
+
+
+def test_an_argument_that_there_is_not_is_named() -> None:
+    options: dict[str, Any] = {"optimizers": None}
+    with pytest.raises(
+        TypeError, match=r"no argument 'optimizers' .did you mean 'optimizer'.*; it has model, o"
+    ):
+        TrainingState(nn.Linear(2, 2), **options)
 
 
 def test_adapters_alone(folder: Path) -> None:
@@ -208,31 +223,6 @@ def test_several_models_and_optimizers_by_name(folder: Path) -> None:
         assert_same(resumed[name].state_dict(), optimizers[name].state_dict())
 
 
-def test_parts_of_a_pipeline_are_one_model(folder: Path) -> None:
-    class Stage(nn.Module):
-        def __init__(self, *numbers: int) -> None:
-            super().__init__()
-            self.layers = nn.ModuleDict({str(number): nn.Linear(3, 3) for number in numbers})
-
-    def make(*stages: tuple[int, ...]) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
-        parts: list[nn.Module] = [Stage(*numbers) for numbers in stages]
-        return parts, [torch.optim.AdamW(part.parameters()) for part in parts]
-
-    parts, optimizers = make((0, 1), (2, 3))
-    for part, optimizer in zip(parts, optimizers, strict=True):
-        for parameter in part.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
-    holdfast.save({"training": TrainingState(parts, optimizers)}, checkpoint_id=folder)
-    (whole,), (resumed,) = make((0, 1, 2, 3))
-    holdfast.load({"training": TrainingState(whole, resumed)}, checkpoint_id=folder)
-    names = {name: value for part in parts for name, value in part.named_parameters()}
-    states = {id(value): state for one in optimizers for value, state in one.state.items()}
-    for name, parameter in whole.named_parameters():
-        assert torch.equal(parameter, names[name])
-        assert_same(resumed.state[parameter], states[id(names[name])])
-
-
 def test_a_checkpoint_of_model_and_optimizer_by_numbers(folder: Path) -> None:
     run = Run()
     run.train(3)
@@ -250,7 +240,9 @@ def test_a_checkpoint_of_model_and_optimizer_by_numbers(folder: Path) -> None:
     [
         ({"model": 3}, "model must be a Module"),
         ({"optimizer": "adam"}, "optimizer must be an Optimizer"),
+        ({"model": nn.Linear(2, 2).state_dict()}, "Pass the module itself, not its state_dict"),
         ({"schedulers": 3}, "schedulers must have state_dict"),
+        ({"data": DataLoader([1])}, "torchdata.stateful_dataloader.StatefulDataLoader"),  # type: ignore[arg-type]
         ({"data": [1, 2]}, "data must have state_dict"),
     ],
 )
@@ -261,8 +253,66 @@ def test_what_cannot_be_saved_is_refused(options: dict[str, Any], message: str) 
 
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
     other = torch.optim.SGD(nn.Linear(2, 2).parameters())
-    with pytest.raises(UsageError, match=r"SGD.* has parameters that are not in the model"):
+    with pytest.raises(
+        UsageError, match=r"SGD.* has parameters that are not in the model: 2 of 2.*fully_shard"
+    ):
         TrainingState(nn.Linear(2, 2), other).state_dict()
+
+
+def test_a_model_on_the_meta_device_gets_its_memory(folder: Path) -> None:
+    run = Run()
+    run.train(3)
+    holdfast.save({"training": run.state}, checkpoint_id=folder)
+    losses = run.train(5)
+    resumed = Run(device="meta")
+    holdfast.load({"training": resumed.state}, checkpoint_id=folder)
+    assert resumed.train(5) == losses
+    assert_same(resumed.values(), run.values())
+
+
+def test_a_model_that_would_stay_on_the_meta_device_is_refused_before_anything_is_changed(
+    folder: Path,
+) -> None:
+    holdfast.save({"training": TrainingState(nn.Linear(2, 2), step=3)}, checkpoint_id=folder)
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+        model.register_buffer("scratch", torch.zeros(2), persistent=False)
+    resumed = TrainingState(model)
+    drawn = torch.get_rng_state()
+    torch.rand(1)
+    changed = torch.get_rng_state()
+    with pytest.raises(UsageError, match="scratch"):
+        holdfast.load({"training": resumed}, checkpoint_id=folder)
+    assert resumed.step == 0
+    assert torch.equal(torch.get_rng_state(), changed)
+    assert not torch.equal(changed, drawn)
+
+
+def test_groups_as_earlier_versions_saved_them(folder: Path) -> None:
+    run = Run()
+    run.train(3)
+    whole = run.state.state_dict()
+    whole["optimizer"] = get_optimizer_state_dict(run.model, run.optimizer)
+    assert isinstance(whole["optimizer"]["param_groups"], list)
+    holdfast.save({"training": whole}, checkpoint_id=folder)
+    losses = run.train(5)
+    resumed = Run()
+    resumed.optimizer.param_groups[0]["lr"] = 7.0
+    holdfast.load({"training": resumed.state}, checkpoint_id=folder, strict=True)
+    assert resumed.train(5) == losses
+
+
+def test_groups_load_into_state_dicts_and_optimizers_too(folder: Path) -> None:
+    run = Run()
+    run.train(3)
+    holdfast.save(run.state.only("model", "optimizer"), checkpoint_id=folder)
+    resumed, third = Run(), Run()
+    holdfast.load({"model": resumed.model, "optimizer": resumed.optimizer}, checkpoint_id=folder)
+    assert_same(resumed.optimizer.state_dict(), run.optimizer.state_dict())
+    state = {"optimizer": get_optimizer_state_dict(third.model, third.optimizer)}
+    holdfast.load(state, checkpoint_id=folder)
+    set_optimizer_state_dict(third.model, third.optimizer, state["optimizer"])
+    assert_same(third.optimizer.state_dict(), run.optimizer.state_dict())
 
 
 def test_two_optimizers_in_a_list_must_not_share_parameters() -> None:

@@ -76,6 +76,7 @@ def adapt_reader(reader: Any) -> ReaderPort:
         has_rank_metadata=_takes_any_keyword(reader.read_metadata),
         passes_plans_on=_has_known(ours, "prepare_global_plan"),
         read_together=ours.read_data_together if _has_known(ours, "read_data") else None,
+        read_ahead=ours.read_ahead if _has_known(ours, "read_data") else None,
     )
 
 

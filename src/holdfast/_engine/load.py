@@ -1,5 +1,6 @@
 """A load, from top to bottom."""
 
+import io
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -7,19 +8,24 @@ from holdfast._context import LoadContext
 from holdfast._engine.checkpoint_metadata import not_a_first_start, read_metadata
 from holdfast._engine.per_rank_values import LoadByRank
 from holdfast._engine.ports import LoadPlannerPort, ReaderPort
-from holdfast._engine.rank_view import view_of_rank, warn_of_shared
+from holdfast._engine.rank_view import RankView, view_of_rank, warn_of_shared
 from holdfast._engine.tensor_subclasses import LoadParts
 from holdfast._io.progress import ProgressTracker
+from holdfast._objects import decode_object
 from holdfast._plan.group_fit import GroupFit, fit_groups, refuse_unfilled
 from holdfast._plan.load_coverage import cover
+from holdfast._plan.read_columns import plan_of_keys
 from holdfast._ranks.exchange import Exchange
 from holdfast.load_result import LoadResult
 from holdfast.metadata import Metadata
-from holdfast.planner import LoadPlan
+from holdfast.planner import LoadPlan, LoadPlanner, ReadItem
 
 _Told: TypeAlias = tuple[Mapping[str, int], GroupFit]
 """What a rank tells the coordinator: the keys of which every rank gets one value though the ranks that saved
 differed; and what it found of its groups of keys."""
+
+ReadObjects: TypeAlias = Callable[[list[str]], dict[str, Any]]
+"""Reads objects of the checkpoint ahead of all else, by key. What cannot be read then is left out."""
 
 _Need: TypeAlias = tuple[LoadPlan, _Told]
 """What a rank reads, and what it tells of it."""
@@ -33,7 +39,7 @@ def run_load(
     *,
     progress: ProgressTracker | None = None,
     complete: Callable[[Metadata], None] = lambda _: None,
-    check: Callable[[Mapping[str, Any] | None, LoadResult], None] = lambda *_: None,
+    check: Callable[[Mapping[str, Any] | None, LoadResult, ReadObjects], None] = lambda *_: None,
     may_change: Callable[[tuple[Any, ...]], bool] = lambda _: True,
 ) -> LoadResult:
     """Load into ``state_dict``, in place; called on every rank of the exchange.
@@ -50,7 +56,7 @@ def run_load(
         complete: Called on each rank with the metadata, before the planner is set up: adds to ``state_dict``
             what can only be made when the checkpoint is known.
         check: Called before anything is read, with the flat state, or None if the planner does not say what
-            it fills, and what will be loaded. It may raise.
+            it fills, what will be loaded, and a function that reads small objects ahead. It may raise.
         may_change: Asked after a failure, with the path of a value that was loaded: whether it is the
             caller's own, and not thrown away with ``state_dict``.
 
@@ -88,7 +94,7 @@ def run_load(
         reader.set_up(view.stored, context, use_collectives=is_shared)
         plan = planner.plugin.create_local_plan()
         result = cover(plan, planner.flat_state(), metadata)
-        check(planner.flat_state(), result)
+        check(planner.flat_state(), result, lambda keys: _read_ahead(keys, plan, view, reader))
         fit = _fit(by_rank.state, planner, result, metadata, is_alone=exchange.world_size == 1)
         return reader.plugin.prepare_local_plan(view.translate(plan)), (view.shared_by(plan), fit)
 
@@ -151,6 +157,26 @@ def _plan(
         return reader.plugin.prepare_global_plan(plans)
 
     return exchange.decide("plan", need, merge), True
+
+
+class _Objects(LoadPlanner):
+    """Takes what is read ahead."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        key = read_item.dest_index.fqn
+        self.found[key] = decode_object(key, value)
+
+
+def _read_ahead(keys: list[str], plan: LoadPlan, view: RankView, reader: ReaderPort) -> dict[str, Any]:
+    """The objects that a plan loads under some keys; nothing if the storage cannot read twice."""
+    if reader.read_ahead is None:
+        return {}
+    objects = _Objects()
+    reader.read_ahead(view.translate(plan_of_keys(plan, set(keys))), objects)
+    return objects.found
 
 
 def _fit(

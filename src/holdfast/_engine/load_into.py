@@ -1,9 +1,10 @@
 """A load into a state with Stateful objects in it: opened before, given what was loaded after."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from holdfast._engine.callers_values import is_callers_own
-from holdfast._engine.load import run_load
+from holdfast._engine.load import ReadObjects, run_load
 from holdfast._engine.meta_modules import MetaTensors
 from holdfast._engine.optimizer_room import OptimizerRooms
 from holdfast._engine.ports import LoadPlannerPort, ReaderPort
@@ -33,6 +34,11 @@ def load_into(
     opened, found = open_states(state_dict)
     on_meta = MetaTensors(found)
     optimizers = OptimizerRooms(opened, found, allow_partial=planner.allows_partial)
+
+    def check(state: Mapping[str, Any] | None, result: LoadResult, read: ReadObjects) -> None:
+        on_meta.check(state, result)
+        optimizers.check(read)
+
     try:
         result = run_load(
             opened,
@@ -41,7 +47,7 @@ def load_into(
             exchange,
             progress=progress,
             complete=optimizers.make,
-            check=on_meta.check,
+            check=check,
             may_change=lambda path: is_callers_own(path, state_dict, opened, found),
         )
         on_meta.materialise()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from holdfast._engine.stateful_objects import OpenedState, entries_of
+from holdfast._parameter_states import ModuleStates
 from holdfast._tensors.chunks import PLAIN_TYPES, is_without_memory
 from holdfast._tensors.meta_memory import alias_of, take_the_place
 from holdfast.errors import MissingKeyError, PlanError, UsageError
@@ -62,6 +63,15 @@ class MetaTensors:
                 self._modules.append(_look_at(inner.owner, inner.opened))
             else:
                 self._others.append(inner)
+                self._look_inside(inner.opened)
+
+    def _look_inside(self, state: Any) -> None:
+        """Find modules whose state stands in that of another object, such as a TrainingState."""
+        if isinstance(state, ModuleStates):
+            self._modules += [_look_at(module, state) for module in state.modules]
+        elif isinstance(state, Mapping | list):
+            for _, value in entries_of(state):
+                self._look_inside(value)
 
     def check(self, state: Mapping[str, Any] | None, result: LoadResult) -> None:
         """Raise if something would stay on the meta device after the load; nothing is changed.

@@ -1,6 +1,6 @@
 """The groups of an optimizer, as a checkpoint has them, brought into the order that an optimizer has now."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -66,14 +66,28 @@ def _matched_by_name(
     found = SavedGroups()
     for group, held in zip(saved, members, strict=True):
         found.add(group, held)
-    return [
-        {**group, **found.take_options([names[n] for n in group["params"]], is_empty=not group["params"])}
-        for group in own
-    ]
+    taken = found.take_options(own, [[names[number] for number in group["params"]] for group in own])
+    return [{**group, **options} for group, options in zip(own, taken, strict=True)]
 
 
-def check_sizes(members: list[list[Any]], own: Groups, *, allow_partial: bool, key: str) -> None:
+def listed_groups(groups: Any) -> list[Any]:
+    """The groups of a state dict, which are a list, or a dict as TrainingState has it."""
+    return list(
+        groups.values() if isinstance(groups, Mapping) else groups if isinstance(groups, list) else ()
+    )
+
+
+def check_sizes(
+    members: list[list[Any]], own: Groups, *, allow_partial: bool, key: str, is_early: bool = False
+) -> None:
     """Make sure that parameters can be matched by their positions in their groups.
+
+    Args:
+        members: The parameters of each group that was saved.
+        own: The groups of the optimizer.
+        allow_partial: Whether there may be more parameters now than were saved.
+        key: The name of the optimizer in the state, for messages.
+        is_early: Whether nothing has been read yet.
 
     Raises:
         PlanError: The groups have other sizes.
@@ -86,8 +100,8 @@ def check_sizes(members: list[list[Any]], own: Groups, *, allow_partial: bool, k
         f"{key}: the checkpoint has {_sizes(then)}, the optimizer {_sizes(now)}, and they have no names to "
         "be matched by. "
         + ("Pass allow_partial_load=True to keep what was added as it is. " if has_grown else "")
-        + "Save with get_optimizer_state_dict or TrainingState, which name the parameters. The optimizer is "
-        "unchanged; other tensors of the state have been loaded.",
+        + "Save with get_optimizer_state_dict or TrainingState, which name the parameters. "
+        + ("Nothing was changed." if is_early else "The optimizer is unchanged; other tensors are loaded."),
         key=key,
         expected=tuple(now),
         found=tuple(then),

@@ -4,14 +4,17 @@ An optimizer makes its state in its first step, so in a new process there is not
 load makes what is missing from the checkpoint's metadata, and takes it away again if it fails.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 
-from holdfast._engine.optimizer_state_room import FlatRoom, NamedRoom, ObjectRoom, PlainRoom
+from holdfast._engine.flat_optimizer_room import FlatRoom
+from holdfast._engine.optimizer_state_room import NamedRoom, ObjectRoom, PlainRoom
 from holdfast._engine.stateful_objects import OpenedState, entries_of
 from holdfast._parameter_states import ParameterStates
+from holdfast._plan.stored_tree import stored_trees
 from holdfast.metadata import Metadata
 
 
@@ -38,7 +41,8 @@ class OptimizerRooms:
             self._rooms.append(FlatRoom(path, node))
             return
         owner = self._owners.get(id(node))
-        if isinstance(node, dict) and isinstance(node.get("param_groups"), list):
+        groups = node.get("param_groups") if isinstance(node, dict) else None
+        if isinstance(groups, list | dict):
             states = node.get("state")
             if isinstance(owner, torch.optim.Optimizer) and isinstance(states, dict):
                 self._rooms.append(ObjectRoom(path, node, owner, self._modules, self._allow_partial))
@@ -46,7 +50,7 @@ class OptimizerRooms:
             if isinstance(states, ParameterStates):
                 self._rooms.append(NamedRoom(path, node))
                 return
-            if states == {} and _has_numbers(node["param_groups"]):
+            if states == {} and _has_numbers(groups):
                 self._rooms.append(PlainRoom(path, node))
                 return
         if isinstance(owner, torch.nn.Module):
@@ -56,9 +60,30 @@ class OptimizerRooms:
                 self._find(value, (*path, key))
 
     def make(self, metadata: Metadata) -> None:
-        """Add what only the checkpoint has: tensors without values, and None for other values."""
+        """Add what only the checkpoint has: tensors without values, and None for other values.
+
+        Raises:
+            PlanError: The checkpoint has an optimizer of another kind.
+        """
+        stored = stored_trees(metadata, [room.path for room in self._rooms])
         for room in self._rooms:
-            room.make(metadata)
+            room.make(stored.get(tuple(map(str, room.path))))
+
+    def check(self, read: Callable[[list[str]], dict[str, Any]]) -> None:
+        """Before anything is loaded: raise if the groups of the checkpoint are not those of an optimizer.
+
+        Args:
+            read: Reads some objects of the checkpoint; leaves out what it cannot read.
+
+        Raises:
+            PlanError: They are not.
+        """
+        keys = [room.member_keys() for room in self._rooms]
+        found = read(list(chain.from_iterable(keys))) if any(keys) else {}
+        for room, of_room in zip(self._rooms, keys, strict=True):
+            members = [found[key] for key in of_room if isinstance(found.get(key), list)]
+            if of_room and len(members) == len(of_room):
+                room.check(members)
 
     def settle(self) -> None:
         """After the load: put what was loaded into the form of each state dict.
@@ -75,11 +100,15 @@ class OptimizerRooms:
             room.undo()
 
 
-def _has_numbers(groups: list[Any]) -> bool:
+def _has_numbers(groups: Any) -> bool:
     """Whether these are the groups of ``Optimizer.state_dict()``, with parameters by number."""
-    return bool(groups) and all(
-        isinstance(group, dict)
-        and isinstance(group.get("params"), list)
-        and all(type(number) is int for number in group["params"])
-        for group in groups
+    return (
+        isinstance(groups, list)
+        and bool(groups)
+        and all(
+            isinstance(group, dict)
+            and isinstance(group.get("params"), list)
+            and all(type(number) is int for number in group["params"])
+            for group in groups
+        )
     )

@@ -1,20 +1,19 @@
-"""Room in one state dict of an optimizer, in each of its forms: by number, by name, plain, and flattened."""
+"""Room in one state dict of an optimizer, in each of its nested forms: by number, by name, and plain."""
 
 import functools
-from collections.abc import Mapping
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast._engine.missing_state import StateMaker
-from holdfast._engine.optimizer_groups import assign_groups, check_sizes
+from holdfast._engine.optimizer_groups import assign_groups, check_sizes, listed_groups
+from holdfast._engine.optimizer_kind import refuse_other_kind
 from holdfast._model_state.parameter_names import names_by_parameter
 from holdfast._model_state.state_dict_options import StateDictOptions
 from holdfast._parameter_states import ParameterStates
-from holdfast._plan.stored_tree import outermost_key, stored_subclasses, stored_tree
-from holdfast.metadata import Metadata
 
 
 class _Room:
@@ -28,28 +27,53 @@ class _Room:
 
     def __init__(self, path: tuple[Any, ...], node: dict[str, Any], layout: ParameterStates) -> None:
         self.path, self.node, self.layout = path, node, layout
+        self.key = ".".join(map(str, path))
         self.before = (node["state"], node["param_groups"])
+        self.optimizers = layout.optimizers
         self.own_keys: dict[Any, Any] = {}
+        # Whether the checkpoint has parameters by number; None if it has no state to tell by.
+        self.are_numbers: bool | None = None
 
-    def make(self, metadata: Metadata) -> None:
-        stored = stored_tree(metadata, self.path)
+    def make(self, stored: Any) -> None:
+        """Make room for what the checkpoint has of this optimizer.
+
+        Args:
+            stored: That, as a nested state with the metadata of each value in its place; None for nothing.
+
+        Raises:
+            PlanError: It is the state of another kind of optimizer.
+        """
         if not isinstance(stored, Mapping):
             return
         states, groups = self.before
-        if isinstance(stored.get("state"), Mapping):
-            self.node["state"] = self._room_for_states(states, stored["state"])
-        if isinstance(stored.get("param_groups"), list):
-            # An option that the checkpoint does not have keeps its value: older versions had fewer.
+        of_states, of_groups = stored.get("state"), stored.get("param_groups")
+        listed = listed_groups(of_groups)
+        if not all(isinstance(group, Mapping) for group in listed):
+            listed, of_groups = [], None
+        if isinstance(of_states, Mapping):
+            self.are_numbers = any(str(key).isdecimal() for key in of_states) if of_states else None
+        refuse_other_kind(
+            self.optimizers, listed, of_states if isinstance(of_states, Mapping) else {}, key=self.key
+        )
+        if isinstance(of_states, Mapping):
+            self.node["state"] = self._room_for_states(states, of_states)
+        # An option that the checkpoint does not have keeps its value: older versions had fewer.
+        complete = functools.partial(self._maker(None).complete, add_own=False)
+        if isinstance(of_groups, list):
+            own = chain(listed_groups(groups), repeat(None))
             self.node["param_groups"] = [
-                self._maker(None).complete(groups[n] if n < len(groups) else None, group, add_own=False)
-                for n, group in enumerate(stored["param_groups"])
+                complete(mine, group) for mine, group in zip(own, of_groups, strict=False)
             ]
+        elif isinstance(of_groups, Mapping):
+            named = groups if isinstance(groups, Mapping) else {}
+            self.node["param_groups"] = {
+                name: complete(named.get(name), group) for name, group in of_groups.items()
+            }
 
     def _room_for_states(self, states: Mapping[Any, Any], stored: Mapping[Any, Any]) -> dict[Any, Any]:
         room: dict[Any, Any] = {}
-        are_numbers = any(str(key).isdecimal() for key in stored)
         for key, entry in stored.items():
-            own = self.own_key(key, are_numbers=are_numbers)
+            own = self.own_key(key, are_numbers=bool(self.are_numbers))
             if own is None:
                 continue
             self.own_keys[key] = own
@@ -60,6 +84,25 @@ class _Room:
         room.update({key: value for key, value in states.items() if key not in taken})
         return room
 
+    def member_keys(self) -> list[str]:
+        """The flat keys of the lists of parameters that ``check`` must know, if it can fail; else nothing."""
+        groups = self.node["param_groups"]
+        if groups is self.before[1] or not isinstance(groups, list) or self.are_numbers is False:
+            return []
+        return [f"{self.key}.param_groups.{n}.params".removeprefix(".") for n in range(len(groups))]
+
+    def check(self, members: Sequence[Sequence[Any]]) -> None:
+        """Before anything is read: make sure that the groups have the sizes of those of the optimizer.
+
+        Args:
+            members: For each key of ``member_keys`` what the checkpoint has there.
+
+        Raises:
+            PlanError: Parameters are matched by their positions, and the groups have other sizes.
+        """
+        if not any(isinstance(name, str) for name in chain.from_iterable(members)):
+            self.check_positions([list(of_group) for of_group in members], is_early=True)
+
     def own_key(self, key: Any, *, are_numbers: bool) -> Any:
         """The key in the dict of what is stored under ``key``; None if there is no such parameter."""
         raise NotImplementedError
@@ -67,10 +110,15 @@ class _Room:
     def _maker(self, parameter: torch.Tensor | None) -> StateMaker:
         return StateMaker(parameter, self.layout.is_whole, self.layout.device)
 
-    def check_positions(self) -> None:
-        """Make sure that the groups that were loaded have the sizes of those of the optimizer."""
-        members = [group["params"] for group in self.node["param_groups"]]
-        check_sizes(members, self.before[1], allow_partial=False, key=".".join(map(str, self.path)))
+    def check_positions(self, members: list[list[Any]], *, is_early: bool = False) -> None:
+        """Make sure that the groups that were saved have the sizes of those of the optimizer."""
+        check_sizes(
+            members, listed_groups(self.before[1]), allow_partial=False, key=self.key, is_early=is_early
+        )
+
+    def loaded_groups(self) -> list[dict[str, Any]]:
+        """The groups that were loaded, or those of before if there were none."""
+        return listed_groups(self.node["param_groups"])
 
     def undo(self) -> None:
         self.node["state"], self.node["param_groups"] = self.before
@@ -93,10 +141,9 @@ class PlainRoom(_Room):
     def settle(self) -> None:
         states, groups = self.before
         if self.node["param_groups"] is not groups:
-            self.check_positions()
-            self.node["param_groups"] = [
-                {**own, **saved} for own, saved in zip(groups, self.node["param_groups"], strict=True)
-            ]
+            loaded = self.loaded_groups()
+            self.check_positions([group["params"] for group in loaded])
+            self.node["param_groups"] = [{**own, **saved} for own, saved in zip(groups, loaded, strict=True)]
         if self.node["state"] is not states:
             states.update({self.own_keys.get(key, key): entry for key, entry in self.node["state"].items()})
             self.node["state"] = states
@@ -116,20 +163,23 @@ class NamedRoom(_Room):
         return key if key in self.layout.parameters else None
 
     def settle(self) -> None:
-        members = [group.get("params", ()) for group in self.node["param_groups"]]
+        groups = self.loaded_groups()
+        members = [group.get("params", ()) for group in groups]
         if any(isinstance(number, int) for number in chain.from_iterable(members)):
-            self.check_positions()
+            self.check_positions([list(of_group) for of_group in members])
         loaded = self.node["state"]
         if loaded is not self.layout:
             self.layout.clear()
             self.layout.update({self.own_keys.get(key, key): value for key, value in loaded.items()})
             self.node["state"] = self.layout
-        for group in self.node["param_groups"]:
-            if isinstance(group, dict) and isinstance(group.get("params"), list):
+        for group in groups:
+            if isinstance(group.get("params"), list):
                 group["params"] = [
                     self.names[name] if isinstance(name, int) and name < len(self.names) else name
                     for name in group["params"]
                 ]
+        if isinstance(self.before[1], list):
+            self.node["param_groups"] = groups
 
 
 class ObjectRoom(_Room):
@@ -146,6 +196,7 @@ class ObjectRoom(_Room):
         parameters = list(chain.from_iterable(group["params"] for group in owner.param_groups))
         super().__init__(path, node, ParameterStates(parameters=dict(enumerate(parameters))))
         self.parameters, self.modules, self.allow_partial = parameters, modules, allow_partial
+        self.optimizers = [owner]
         self.own_names = [name for group in owner.param_groups for name in group.get("param_names", ())]
 
     @functools.cached_property
@@ -167,16 +218,25 @@ class ObjectRoom(_Room):
     def _numbers(self) -> dict[str, int]:
         return {name: number for number, name in reversed(list(enumerate(self.names))) if name}
 
+    def member_keys(self) -> list[str]:
+        has_names = all("param_names" in group for group in self.loaded_groups())
+        return [] if has_names and self.own_names else super().member_keys()
+
+    def check_positions(self, members: list[list[Any]], *, is_early: bool = False) -> None:
+        check_sizes(
+            members, self.before[1], allow_partial=self.allow_partial, key=self.key, is_early=is_early
+        )
+
     def settle(self) -> None:
         if self.node["param_groups"] is self.before[1]:
             return
         groups, numbers = assign_groups(
-            self.node["param_groups"],
+            self.loaded_groups(),
             self.before[1],
             lambda: self.names,
             has_own_names=len(self.own_names) == len(self.parameters),
             allow_partial=self.allow_partial,
-            key=".".join(map(str, self.path)),
+            key=self.key,
         )
         states = {}
         for key, value in self.node["state"].items():
@@ -187,47 +247,6 @@ class ObjectRoom(_Room):
             parameter = self.layout.parameters.get(number)
             states[number] = value if number == own else _in_layout_of(parameter, value)
         self.node["state"], self.node["param_groups"] = states, groups
-
-
-class FlatRoom:
-    """A whole state dict of an optimizer in the flattened form."""
-
-    def __init__(self, path: tuple[Any, ...], node: ParameterStates) -> None:
-        self.path, self.node = path, node
-        self.added: list[str] = []
-
-    def make(self, metadata: Metadata) -> None:
-        below = "".join(f"{name}." for name in self.path)
-        subclasses = stored_subclasses(metadata)
-        for stored_key in metadata.state_dict_metadata:
-            key = outermost_key(stored_key, subclasses)
-            name = key.removeprefix(below)
-            if not key.startswith(below) or name in self.node:
-                continue
-            parameter = self._parameter_of(name)
-            if parameter is not None:
-                path = subclasses.get(key)
-                entry = metadata.state_dict_metadata[key] if path is None else stored_tree(metadata, path)
-                maker = StateMaker(parameter, self.node.is_whole, self.node.device)
-                self.node[name] = maker.complete(None, entry, add_own=False)
-                self.added.append(name)
-
-    def _parameter_of(self, key: str) -> torch.Tensor | None:
-        kind, _, rest = key.partition(".")
-        if kind not in ("state", "param_groups"):
-            return None
-        while rest:
-            rest, _, _ = rest.rpartition(".")
-            if rest in self.node.parameters:
-                return self.node.parameters[rest]
-        return None
-
-    def settle(self) -> None:
-        """Nothing: what was loaded stands where it belongs."""
-
-    def undo(self) -> None:
-        for name in self.added:
-            del self.node[name]
 
 
 def _in_layout_of(parameter: torch.Tensor | None, value: Any) -> Any:

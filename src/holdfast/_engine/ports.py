@@ -138,6 +138,8 @@ class ReaderPort:
         read_together: As ``read``, on all ranks of an exchange: what several ranks need is read once. Takes
             the function that gives this rank's final plan, the planner's plugin and the exchange, and returns
             the function that reads, to be called on every rank. None if the reader cannot do that.
+        read_ahead: Reads a few small objects before the load begins, and hands them to the planner that it
+            gets with the plan. None if the reader cannot read twice in one load.
     """
 
     plugin: StorageReader
@@ -146,6 +148,7 @@ class ReaderPort:
     has_rank_metadata: bool
     passes_plans_on: bool
     read_together: Callable[[Callable[[], LoadPlan], LoadPlanner, Exchange], Callable[[], None]] | None
+    read_ahead: Callable[[LoadPlan, LoadPlanner], None] | None
 
     def read_metadata(self) -> Metadata:
         """The metadata that all ranks share. Raises FileNotFoundError if there is none."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from holdfast._engine.stale_optimizers import warn_of_stale
 from holdfast._model_state.exact_load import load_exactly
 from holdfast._plan.flatten import PLAIN_VALUES
 from holdfast.errors import UsageError
@@ -31,6 +32,8 @@ class OpenedState:
 def open_states(state: Mapping[Any, Any] | Stateful) -> tuple[dict[Any, Any], list[OpenedState]]:
     """A copy of the nested containers in which every Stateful object is replaced by its state.
 
+    A warning says if an optimizer does not train the module beside it.
+
     Leaves are shared with the original, and so are containers in which there is nothing to replace. A single
     Stateful object stands for its own state.
 
@@ -54,6 +57,11 @@ def open_states(state: Mapping[Any, Any] | Stateful) -> tuple[dict[Any, Any], li
             f"{kind}: put it into a dict, under a name that you choose.",
             found=type(state).__name__,
         )
+    owners = [inner.owner for inner in found]
+    warn_of_stale(
+        [owner for owner in owners if isinstance(owner, torch.nn.Module)],
+        [owner for owner in owners if isinstance(owner, torch.optim.Optimizer)],
+    )
     return opened, found  # type: ignore[return-value]
 
 

@@ -61,6 +61,12 @@ def unflattened(
     return states, options
 
 
+def parameter_of(key: str, names: Collection[str]) -> str | None:
+    """The parameter that a key of the flat dict belongs to; None if it is none of ``names``."""
+    kind, _, rest = key.partition(".")
+    return _known_name(rest, names) if kind in (STATE, GROUPS) else None
+
+
 def _known_name(rest: str, names: Collection[str]) -> str | None:
     """The parameter at the beginning of a key: the longest one, and there is more of the key behind it."""
     end = rest.rfind(".")

@@ -167,11 +167,13 @@ def _numbered(
         if state:
             states[number] = state
     groups, begin = [], 0
-    for group in one.optimizer.param_groups:
-        numbers = ParameterNumbers(range(begin, begin + len(group[PARAMS])))
-        begin += len(numbers)
-        known = [names[number] for number in numbers]
-        options = dict(saved.groups.take_options(known, is_empty=not numbers))
+    own = one.optimizer.param_groups
+    numbered = []
+    for group in own:
+        numbered.append(ParameterNumbers(range(begin, begin + len(group[PARAMS]))))
+        begin += len(group[PARAMS])
+    taken = saved.groups.take_options(own, [[names[number] for number in numbers] for numbers in numbered])
+    for group, numbers, options in zip(own, numbered, taken, strict=True):
         if PARAM_NAMES in group:
             # They belong to the parameters of this optimizer, in its order.
             options.pop(PARAM_NAMES, None)

@@ -104,6 +104,7 @@ def read_optimizers(
         parameters=parameters,
         is_whole=options.full_state_dict,
         device=torch.device("cpu") if options.cpu_offload else None,
+        optimizers=optimizers,
     )
     return made if is_flat else {STATE: made, GROUPS: found[GROUPS]}
 

@@ -2,7 +2,7 @@
 
 import ctypes
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,17 @@ class _Chunks:
     def __call__(self) -> Iterable[ChunkStorageMetadata]:
         size, boxes = torch.Size, self.directory.boxes(self.number)
         return [ChunkStorageMetadata(size(offsets), size(lengths)) for offsets, lengths in boxes]
+
+
+def entries_apart(metadata: Metadata) -> Mapping[str, STORAGE_TYPES]:
+    """The entries, to be looked at but not changed.
+
+    An entry of the metadata itself is compared with its columns from then on, each time that these are used.
+    """
+    entries = metadata.state_dict_metadata
+    if isinstance(entries, MetadataEntries) and not entries.is_open:
+        return MetadataEntries(entries.columns, "the metadata", entries.directory)
+    return entries
 
 
 def dtypes_of(metadata: Metadata) -> list[torch.dtype]:

@@ -1,6 +1,6 @@
 """The items of a load plan as columns: whole tensors by number, and records only for what is cut."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +87,14 @@ def keys_of(plan: LoadPlan) -> list[str]:
     """The key of each item of a plan."""
     columns = plan.items.columns if isinstance(plan.items, ReadItems) else None
     return [item.dest_index.fqn for item in plan.items] if columns is None else columns.keys
+
+
+def plan_of_keys(plan: LoadPlan, keys: Collection[str]) -> LoadPlan:
+    """A plan of those items of ``plan`` that fill some keys."""
+    columns = plan.items.columns if isinstance(plan.items, ReadItems) else None
+    if columns is None:
+        return LoadPlan([item for item in plan.items if item.dest_index.fqn in keys])
+    return LoadPlan(ReadItems(columns.take(n for n, key in enumerate(columns.keys) if key in keys)))
 
 
 def stored_keys_of(plan: LoadPlan) -> list[str]:

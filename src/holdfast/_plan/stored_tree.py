@@ -1,33 +1,49 @@
-"""What a checkpoint has below a path, as a nested state of metadata entries."""
+"""What a checkpoint has below paths, as nested states of metadata entries."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from holdfast._plan.flatten import Path, containers_of, unflatten
+from holdfast._plan.flatten import Container, Path, containers_of, unflatten
+from holdfast._plan.metadata_entries import entries_apart
 from holdfast.metadata import Metadata
 
-__all__ = ["outermost_key", "stored_subclasses", "stored_tree"]
+__all__ = ["stored_subclasses", "stored_trees"]
 
 
-def stored_tree(metadata: Metadata, path: Sequence[Any]) -> Any:
-    """The nested state below ``path``, with the metadata of each leaf in its place; None if there is nothing.
+def stored_trees(metadata: Metadata, paths: Iterable[Sequence[Any]]) -> dict[tuple[str, ...], Any]:
+    """The nested state below each path, by the path as text, with the metadata of each leaf in its place.
+
+    A path below which there is nothing is left out. The keys of the checkpoint are gone through once, however
+    many paths there are.
 
     Keys have their types, if Holdfast wrote the checkpoint; torch keeps them as strings.
     """
-    names, depth = tuple(map(str, path)), len(path)
-    paths: dict[str, Path] = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    below = "".join(f"{name}." for name in names)
-    leaves, ways = {}, {}
-    for key in metadata.state_dict_metadata:
-        if key.startswith(below) and tuple(map(str, (way := paths.get(key, ()))[:depth])) == names:
-            leaves[key] = metadata.state_dict_metadata[key]
-            ways[key] = ("tree", *way[depth:])
-    containers = {
-        ("tree", *way[depth:]): container
-        for way, container in containers_of(paths).items()
-        if tuple(map(str, way[:depth])) == names
-    }
-    return unflatten(leaves, ways, containers).get("tree")
+    wanted = {tuple(map(str, path)) for path in paths}
+    depths = sorted({len(names) for names in wanted})
+    # Most keys of a checkpoint are below no path, which their first step tells.
+    roots = {names[0] for names in wanted if names}
+    known: dict[str, Path] = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    leaves: dict[tuple[str, ...], dict[str, Path]] = {}
+    containers: dict[tuple[str, ...], dict[Path, Container]] = {}
+
+    def above(way: Path) -> Iterable[tuple[tuple[str, ...], Path]]:
+        if way and (() in wanted or str(way[0]) in roots):
+            for depth in depths:
+                if (names := tuple(map(str, way[:depth]))) in wanted:
+                    yield names, ("tree", *way[depth:])
+
+    every = entries_apart(metadata)
+    for key in every:
+        for names, way in above(known.get(key, ())):
+            leaves.setdefault(names, {})[key] = way
+    for path, container in containers_of(known).items():
+        for names, way in above(path):
+            containers.setdefault(names, {})[way] = container
+    trees = {}
+    for names in leaves.keys() | containers.keys():
+        ways = leaves.get(names, {})
+        trees[names] = unflatten({key: every[key] for key in ways}, ways, containers.get(names, {}))["tree"]
+    return trees
 
 
 def stored_subclasses(metadata: Metadata) -> dict[str, Path]:
@@ -37,17 +53,3 @@ def stored_subclasses(metadata: Metadata) -> dict[str, Path]:
         for path, container in containers_of(metadata.planner_data).items()
         if container.tensor is not None
     }
-
-
-def outermost_key(key: str, subclasses: Mapping[str, Path]) -> str:
-    """The key of the tensor that a stored value is a part of; the key itself if it is none.
-
-    Args:
-        key: The flat key of the value.
-        subclasses: The result of ``stored_subclasses``.
-    """
-    if subclasses:
-        for end in (number for number, letter in enumerate(key) if letter == "."):
-            if key[:end] in subclasses:
-                return key[:end]
-    return key

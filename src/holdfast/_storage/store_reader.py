@@ -9,6 +9,7 @@ from torch.futures import Future
 from typing_extensions import Self
 
 from holdfast._context import LoadContext
+from holdfast._io.progress import ProgressTracker
 from holdfast._io.store import FileSource
 from holdfast._known_methods import known_to_engine
 from holdfast._ranks.exchange import Exchange
@@ -126,7 +127,8 @@ class StoreReader(AtStore[FileSource], StorageReader):
     @known_to_engine
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
         """Read what the plan asks for, and hand it to the planner."""
-        self._read(self.store, self._announce(to_ours(plan)), our_load_planner(planner), None)
+        plan = self._announce(to_ours(plan))
+        self._read(self.store, plan, our_load_planner(planner), self.context.progress)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -137,7 +139,18 @@ class StoreReader(AtStore[FileSource], StorageReader):
             self.context.progress.begin(nbytes_to_read(plan, self._metadata))
         return plan
 
-    def _read(self, store: FileSource, plan: LoadPlan, planner: LoadPlanner, threads: int | None) -> None:
+    def read_ahead(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """As ``read_data``, for a few objects that must be known before the load begins."""
+        self._read(self.store, plan, planner, ProgressTracker())
+
+    def _read(
+        self,
+        store: FileSource,
+        plan: LoadPlan,
+        planner: LoadPlanner,
+        progress: ProgressTracker,
+        threads: int | None = None,
+    ) -> None:
         if self._metadata is None:
             raise UsageError("set_up_storage_reader must be called before read_data")
         read_items(
@@ -149,7 +162,7 @@ class StoreReader(AtStore[FileSource], StorageReader):
             threads=threads or self.thread_count or store.traits.requests_in_flight,
             budget=self.memory_budget,
             verify=self.verify,
-            progress=self.context.progress,
+            progress=progress,
             may_change=self.context.may_change,
         )
 
@@ -168,6 +181,6 @@ class StoreReader(AtStore[FileSource], StorageReader):
             planner,
             self._metadata,
             exchange,
-            lambda store, part, threads: self._read(store, part, planner, threads),
+            lambda store, part, threads: self._read(store, part, planner, self.context.progress, threads),
             willing=self.share_reads,
         )

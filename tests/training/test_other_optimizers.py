@@ -1,0 +1,239 @@
+"""Checkpoints of other optimizers than the one that is loaded into: refused before anything is changed."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.states import assert_same
+from torch import nn
+
+import holdfast
+from holdfast import TrainingState
+from holdfast.errors import PlanError
+from holdfast.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+State = Callable[[nn.Module, torch.optim.Optimizer], dict[str, Any]]
+
+
+def make_model(seed: int = 1) -> Any:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def as_objects(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": model, "optimizer": optimizer}
+
+
+def by_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": model, "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def flattened(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": model, "optimizer": get_optimizer_state_dict(model, optimizer, options=_FLAT)}
+
+
+def training(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"training": TrainingState(model, optimizer, step=0)}
+
+
+FORMS = [as_objects, by_names, flattened, training]
+MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    "NAdam": lambda parameters: torch.optim.NAdam(parameters, lr=0.1),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("SGD", "AdamW"), ("AdamW", "SGD"), ("AdamW", "NAdam"), ("RMSprop", "SGD")]
+)
+def test_an_optimizer_of_another_kind_is_refused_before_anything_is_changed(
+    saved: str, loaded: str, form: State, tmp_path: Path
+) -> None:
+    model = make_model()
+    optimizer = MAKERS[saved](model.parameters())
+    step(model, optimizer)
+    holdfast.save(form(model, optimizer), checkpoint_id=tmp_path)
+
+    other = make_model(seed=2)
+    resumed = MAKERS[loaded](other.parameters())
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    options = dict(resumed.param_groups[0])
+    message = rf"(?s)optimizer: .*another kind \(nothing was changed\).*{loaded}, has 1 group"
+    with pytest.raises(PlanError, match=message) as caught:
+        holdfast.load(form(other, resumed), checkpoint_id=tmp_path)
+    kept = {"SGD": "momentum_buffer", "AdamW": "exp_avg", "RMSprop": "square_avg"}[saved]
+    assert f"{kept}" in str(caught.value)
+    assert "without(" in str(caught.value)
+    assert_same(dict(other.state_dict()), before)
+    assert not resumed.state
+    assert resumed.param_groups[0] == options
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_options_of_other_versions_and_of_schedulers_do_not_make_another_kind(
+    form: State, tmp_path: Path
+) -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    step(model, optimizer)
+    group = optimizer.param_groups[0]
+    for switch in ("fused", "capturable", "maximize"):
+        del group[switch]
+    group |= {"initial_lr": 0.5, "future_switch": False}
+    holdfast.save(form(model, optimizer), checkpoint_id=tmp_path)
+    other = make_model()
+    resumed = torch.optim.AdamW(other.parameters())
+    resumed.param_groups[0]["lr_scale"] = 2.0
+    state = form(other, resumed)
+    holdfast.load(state, checkpoint_id=tmp_path)
+    if form in (as_objects, training):
+        assert resumed.param_groups[0]["lr"] == 0.5
+        assert resumed.param_groups[0]["lr_scale"] == 2.0
+        assert len(resumed.state) == 4
+
+
+def test_an_optimizer_that_changes_what_it_loads_decides_for_itself(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = MAKERS["SGD"](model.parameters())
+    step(model, optimizer)
+    holdfast.save({"optimizer": optimizer}, checkpoint_id=tmp_path)
+    resumed = MAKERS["AdamW"](make_model().parameters())
+
+    def convert(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {**state_dict, "state": {}}
+
+    resumed.register_load_state_dict_pre_hook(convert)
+    holdfast.load({"optimizer": resumed}, checkpoint_id=tmp_path)
+    assert not resumed.state
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    parameters = list(model.parameters())
+    groups: list[dict[str, Any]] = [
+        {"params": parameters[:2]},
+        {"params": parameters[2:], "lr": 0.25, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=0.5, weight_decay=0.125)
+
+
+def one_group(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.75, weight_decay=0.125)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(one_group, two_groups), (two_groups, one_group)])
+def test_groups_of_other_sizes_are_refused_before_anything_is_changed(
+    saved: Callable[[nn.Module], torch.optim.Optimizer],
+    loaded: Callable[[nn.Module], torch.optim.Optimizer],
+    tmp_path: Path,
+) -> None:
+    model = make_model()
+    optimizer = saved(model)
+    step(model, optimizer)
+    holdfast.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path)
+    other = make_model(seed=2)
+    resumed = loaded(other)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(PlanError, match=r"optimizer: the checkpoint has .* Nothing was changed"):
+        holdfast.load({"model": other, "optimizer": resumed}, checkpoint_id=tmp_path)
+    assert_same(dict(other.state_dict()), before)
+    assert not resumed.state
+
+
+def test_options_of_groups_that_were_one_stay_where_they_differ_and_it_is_said(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = one_group(model)
+    step(model, optimizer)
+    optimizer.param_groups[0]["eps"] = 1e-3
+    holdfast.save(training(model, optimizer), checkpoint_id=tmp_path)
+    other = make_model()
+    resumed = two_groups(other)
+    with pytest.warns(UserWarning, match=r"group 0: lr 0.5, weight_decay 0.125; group 1: lr 0.25, weight_d"):
+        holdfast.load(training(other, resumed), checkpoint_id=tmp_path)
+    assert [group["lr"] for group in resumed.param_groups] == [0.5, 0.25]
+    assert [group["eps"] for group in resumed.param_groups] == [1e-3, 1e-3]
+    assert len(resumed.state) == 4
+
+
+def test_options_of_groups_that_become_one_stay_where_they_differed_and_it_is_said(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = two_groups(model)
+    step(model, optimizer)
+    for group in optimizer.param_groups:
+        group["eps"] = 1e-3
+    holdfast.save(training(model, optimizer), checkpoint_id=tmp_path)
+    other = make_model()
+    resumed = one_group(other)
+    with pytest.warns(UserWarning, match=r"group 0: lr 0.75, weight_decay 0.125"):
+        holdfast.load(training(other, resumed), checkpoint_id=tmp_path)
+    assert resumed.param_groups[0]["lr"] == 0.75
+    assert resumed.param_groups[0]["eps"] == 1e-3
+
+
+def test_one_group_for_each_part_of_what_was_one_says_nothing(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = one_group(model)
+    step(model, optimizer)
+    holdfast.save(training(model, optimizer), checkpoint_id=tmp_path)
+    other = make_model()
+    each = [torch.optim.AdamW([parameter], weight_decay=0.5) for parameter in other.parameters()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        holdfast.load({"training": TrainingState(other, each)}, checkpoint_id=tmp_path)
+    assert {one.param_groups[0]["lr"] for one in each} == {0.75}
+    assert {one.param_groups[0]["weight_decay"] for one in each} == {0.125}
+
+
+def test_an_optimizer_of_parameters_that_the_model_has_replaced_is_told_of(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = one_group(model)
+    for module in (model[0], model[1]):
+        module.weight = nn.Parameter(module.weight.detach().clone())
+    with pytest.warns(UserWarning, match=r"AdamW has 2 of 4 parameters that no module .*after that"):
+        holdfast.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path)
+    with pytest.warns(UserWarning, match=r"AdamW has 2 of 4 parameters that no module"):
+        holdfast.load({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path)
+
+
+def test_optimizers_of_other_modules_and_frozen_modules_are_not_told_of(tmp_path: Path) -> None:
+    model, other, frozen = make_model(), nn.Linear(9, 9), make_model().requires_grad_(False)
+    state = {"model": model, "optimizer": one_group(model), "other": torch.optim.SGD(other.parameters())}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        holdfast.save(state, checkpoint_id=tmp_path / "1")
+        holdfast.save({"average": frozen, "optimizer": one_group(model)}, checkpoint_id=tmp_path / "2")
+
+
+def test_lists_in_flattened_state_come_back_as_lists(tmp_path: Path) -> None:
+    def make(model: nn.Module) -> torch.optim.LBFGS:
+        return torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 4)).pow(2).sum()
+        torch.autograd.backward(loss)
+        return loss.item()
+
+    model = make_model()
+    optimizer = make(model)
+    optimizer.step(closure)  # type: ignore[no-untyped-call]
+    holdfast.save(flattened(model, optimizer), checkpoint_id=tmp_path)
+    other = make_model()
+    resumed = make(other)
+    state = {"optimizer": get_optimizer_state_dict(other, resumed, options=_FLAT)}
+    holdfast.load(state, checkpoint_id=tmp_path, strict=False)
+    set_optimizer_state_dict(other, resumed, state["optimizer"], options=_FLAT)
+    assert_same(resumed.state_dict()["state"], optimizer.state_dict()["state"])
