@@ -108,6 +108,12 @@ class Directory:
         """The shape of a key's tensor."""
         return self.shapes[self.shape_at[number] : self.shape_at[number + 1]]
 
+    def layout(self, number: int) -> tuple[Any, ...]:
+        """Something that is equal for tensors of one shape that are divided into the same chunks."""
+        begin, end = 8 * self.box_at[number], 8 * self.box_at[number + 1]
+        offsets, lengths = self.columns.chunk_offsets[begin:end], self.columns.chunk_lengths[begin:end]
+        return self.count[number], *self.shape(number), offsets, lengths
+
     def boxes(self, number: int) -> list[tuple[list[int], list[int]]]:
         """The chunks of a key's tensor: offsets and lengths of each."""
         ndim, begin, end = self.ndim[number], self.box_at[number], self.box_at[number + 1]

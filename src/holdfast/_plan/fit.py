@@ -12,8 +12,9 @@ from holdfast._plan.fit_report import FitReport
 from holdfast._plan.load_coverage import is_of_another_rank, own_places
 from holdfast._plan.metadata_entries import description_of, directory_of, dtypes_of, is_one_whole_chunk
 from holdfast._plan.read_columns import ReadColumns
-from holdfast._plan.reshard import fill_tensor
+from holdfast._plan.reshard import Resharding
 from holdfast._tensors.chunks import dtype_of, global_shape, is_tensor, local_parts, refuse_undescribable
+from holdfast._tensors.layout_table import LayoutTable
 from holdfast._user_warning import warn_user
 from holdfast.errors import PlanError
 from holdfast.metadata import Metadata
@@ -47,7 +48,7 @@ def plan_load(
     columns = ReadColumns(directory)
     containers = ContainerFit(paths or {}, metadata)
     report, narrowed, sharded = FitReport(), list[str](), list[tuple[str, int]]()
-    mismatched = list[str]()
+    mismatched, layouts = list[str](), LayoutTable()
     numbers, kinds, strided = directory.numbers, directory.kinds, torch.strided
     shape_at, shapes, row = directory.shape_at, directory.shapes, directory.row
     properties, size = directory.properties, torch.Size
@@ -84,13 +85,15 @@ def plan_load(
                 f"{key} has {tuple(shape)} in the checkpoint, {tuple(global_shape(value))} here"
             )
             continue
-        _check_tensor(key, size(shape), dtypes[properties[number]], value, cast, report, narrowed)
+        if _check_tensor(key, size(shape), value, report, layouts):
+            check_dtype(key, dtypes[properties[number]], dtype_of(value), cast, report, narrowed)
         sharded.append((key, number))
     for key in containers.unfilled():
         report.add("kind", key, "the checkpoint has a value here, the state an empty container")
     _check_unexpected(state, metadata, report, refuse=refuse_unexpected)
+    resharding = Resharding(columns, layouts)
     for key, number in sharded:
-        fill_tensor(columns, key, number, state[key])
+        resharding.fill_tensor(key, number, state[key])
     if mismatched:
         logger.warning(
             "%d tensors are left as they are, because their shapes differ: %s",
@@ -127,32 +130,25 @@ def _listed(names: list[str], separator: str) -> str:
     return separator.join(names[:_MOST_NAMED]) + more
 
 
-def _check_tensor(
-    key: str,
-    size: torch.Size,
-    dtype: torch.dtype,
-    value: Any,
-    cast: bool | None,
-    report: FitReport,
-    narrowed: list[str],
-) -> None:
+def _check_tensor(key: str, size: torch.Size, value: Any, report: FitReport, layouts: LayoutTable) -> bool:
+    """Report what keeps a tensor from being filled; False if there is no need to look at its dtype, too."""
     if not is_tensor(value):
         problem = f"the checkpoint has a tensor here, the state a value of type {type(value).__name__}"
         report.add("kind", key, problem)
-        return
+        return False
     shape = global_shape(value)
     if shape != size:
         problem = f"Size mismatch: the checkpoint has shape {tuple(size)}, the state {tuple(shape)}"
         report.add("shape", key, problem)
     try:
         memory = local_parts(value)
-        refuse_undescribable(key, value)
+        refuse_undescribable(key, value, layouts)
     except PlanError as error:
         report.add("kind", key, str(error).removeprefix(f"{key}: "))
-        return
+        return False
     if any(map(_repeats_memory, memory)):
         report.add("kind", key, "the state's tensor is expanded: several elements share one place in memory")
-    check_dtype(key, dtype, dtype_of(value), cast, report, narrowed)
+    return True
 
 
 def check_dtype(
@@ -174,7 +170,9 @@ def check_dtype(
 
 
 def _repeats_memory(tensor: torch.Tensor) -> bool:
-    return any(step == 0 and length > 1 for step, length in zip(tensor.stride(), tensor.shape, strict=True))
+    return not tensor.is_contiguous() and any(
+        step == 0 and length > 1 for step, length in zip(tensor.stride(), tensor.shape, strict=True)
+    )
 
 
 def _kind(dtype: torch.dtype) -> str:

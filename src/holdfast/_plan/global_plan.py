@@ -2,6 +2,7 @@
 
 import dataclasses
 from array import array
+from typing import Any
 
 import torch
 
@@ -82,8 +83,16 @@ def find_problems(metadata: Metadata, *, whole: bool) -> list[str]:
     if description.all_are_whole():
         return []
     problems = []
+    proved = set[Any]()
     for key, number in directory.numbers.items():
-        if description.kinds[number] != TENSOR or _is_proved(directory, number):
+        if description.kinds[number] != TENSOR:
+            continue
+        # The proof for one tensor is the proof for all that are divided alike.
+        layout = directory.layout(number)
+        if layout in proved:
+            continue
+        if _is_proved(directory, number):
+            proved.add(layout)
             continue
         boxes = [Box(tuple(offsets), tuple(lengths)) for offsets, lengths in directory.boxes(number)]
         problems += [

@@ -2,16 +2,48 @@
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from holdfast._deferred import DeferredList
 from holdfast._format.description import Directory
-from holdfast.metadata import MetadataIndex
+from holdfast.metadata import ChunkStorageMetadata, MetadataIndex
 from holdfast.planner import LoadItemType, LoadPlan, ReadItem
 
 _NOWHERE = torch.Size([0])
+
+
+class ReadBox(NamedTuple):
+    """Which box of a stored chunk fills which box of this rank's part: all but the key of an item.
+
+    Attributes:
+        box: The box, in the tensor.
+        dest: The chunk of this rank that it fills, or a box of: where that begins, and its number.
+        dest_offsets: Where the box begins in it.
+        storage: The stored chunk: where that begins, and its number.
+        storage_offsets: Where the box begins in it.
+        is_whole: Whether the box is all of the stored chunk.
+    """
+
+    box: ChunkStorageMetadata
+    dest: tuple[torch.Size, int]
+    dest_offsets: torch.Size
+    storage: tuple[torch.Size, int]
+    storage_offsets: torch.Size
+    is_whole: bool
+
+    @property
+    def lengths(self) -> torch.Size:
+        """The lengths of the box."""
+        return self.box.sizes
+
+    def item(self, key: str) -> ReadItem:
+        """The item of a tensor as a record."""
+        dest, storage = MetadataIndex(key, *self.dest), MetadataIndex(key, *self.storage)
+        return ReadItem(
+            LoadItemType.TENSOR, dest, self.dest_offsets, storage, self.storage_offsets, self.lengths
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -22,22 +54,22 @@ class ReadColumns:
         directory: What the checkpoint holds.
         keys: The flat key of each item.
         rows: The number of the stored item that it reads, counted over the whole checkpoint.
-        boxes: The records of items that read a part of a stored item, or fill a part of a tensor; by the
+        boxes: What items read and fill that read a part of a stored item, or fill a part of a tensor; by the
             item's number. Every other item reads an object, or a tensor whole as it was saved.
     """
 
     directory: Directory
     keys: list[str] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
-    boxes: dict[int, ReadItem] = field(default_factory=dict)
+    boxes: dict[int, ReadBox] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.keys)
 
-    def add_box(self, item: ReadItem, row: int) -> None:
+    def add_box(self, key: str, row: int, box: ReadBox) -> None:
         """Append an item that its key alone does not describe."""
-        self.boxes[len(self.keys)] = item
-        self.keys.append(item.dest_index.fqn)
+        self.boxes[len(self.keys)] = box
+        self.keys.append(key)
         self.rows.append(row)
 
     def take(self, numbers: Iterable[int]) -> "ReadColumns":
@@ -56,10 +88,9 @@ class ReadColumns:
 
     def item(self, number: int) -> ReadItem:
         """One item as a record."""
-        box = self.boxes.get(number)
+        key, box = self.keys[number], self.boxes.get(number)
         if box is not None:
-            return box
-        key = self.keys[number]
+            return box.item(key)
         of_key = self.directory.numbers[key]
         if self.directory.kinds[of_key]:
             index = MetadataIndex(key)

@@ -1,74 +1,103 @@
 """Resharding: which boxes of which stored chunks fill a tensor, and the proof that none is missing."""
 
+from collections.abc import Iterator, Sequence
+from operator import sub
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from holdfast._format.description import Directory
 from holdfast._geometry import Box, cover_of, intersect
 from holdfast._plan.metadata_entries import chunk_boxes, is_one_whole_chunk
-from holdfast._plan.read_columns import ReadColumns
+from holdfast._plan.read_columns import ReadBox, ReadColumns
 from holdfast._tensors.chunks import is_sharded, local_chunks
+from holdfast._tensors.layout_table import LayoutTable
 from holdfast.errors import InvalidPlanError
-from holdfast.metadata import ChunkStorageMetadata, MetadataIndex
-from holdfast.planner import LoadItemType, ReadItem
+from holdfast.metadata import ChunkStorageMetadata
 
 # From so many chunks on it is cheaper to look for the ones that matter in one pass over the columns.
 _MANY = 16
 
 
-def fill_tensor(columns: ReadColumns, key: str, number: int, value: Any) -> None:
-    """Add the items that together fill what this rank holds of ``value``.
+class Resharding:
+    """Adds to a load plan what fills the tensors of a state.
+
+    What fills tensors that are divided alike, here and in the checkpoint, is found and proved once.
 
     Args:
-        columns: The plan so far.
-        key: The tensor's key.
-        number: The key's number in the checkpoint.
-        value: The state's tensor.
-
-    Raises:
-        InvalidPlanError: The stored chunks leave an element of it unwritten.
+        columns: The plan.
+        layouts: The layouts of the state's tensors.
     """
-    directory = columns.directory
-    if not is_sharded(value) and is_one_whole_chunk(directory, number):
-        columns.keys.append(key)
-        columns.rows.append(directory.row[number])
-        return
-    for local, wanted in enumerate(local_chunks(value)):
-        _fill_chunk(columns, key, number, wanted, local)
+
+    def __init__(self, columns: ReadColumns, layouts: LayoutTable) -> None:
+        self._columns = columns
+        self._layouts = layouts
+        self._known: dict[Any, list[ReadBox]] = {}
+
+    def fill_tensor(self, key: str, number: int, value: Any) -> None:
+        """Add the items that together fill what this rank holds of ``value``.
+
+        Args:
+            key: The tensor's key.
+            number: The key's number in the checkpoint.
+            value: The state's tensor.
+
+        Raises:
+            InvalidPlanError: The stored chunks leave an element of it unwritten.
+        """
+        columns, directory = self._columns, self._columns.directory
+        row = directory.row[number]
+        if not is_sharded(value) and is_one_whole_chunk(directory, number):
+            columns.keys.append(key)
+            columns.rows.append(row)
+            return
+        if isinstance(value, DTensor):
+            layout = self._layouts.of(value)
+            what = (layout, directory.layout(number))
+            boxes = self._known.get(what)
+            if boxes is None:
+                boxes = self._known[what] = _fill_chunks(directory, key, number, layout.chunks)
+        else:
+            boxes = _fill_chunks(directory, key, number, local_chunks(value))
+        for box in boxes:
+            columns.add_box(key, row + box.storage[1], box)
+
+
+def _fill_chunks(
+    directory: Directory, key: str, number: int, chunks: Sequence[ChunkStorageMetadata]
+) -> list[ReadBox]:
+    """The boxes that together fill chunks of a tensor. Raises InvalidPlanError if an element is in none."""
+    boxes = []
+    for local, wanted in enumerate(chunks):
+        of_chunk = list(_fill_chunk(directory, number, wanted, local))
+        hole = cover_of(wanted.sizes, [Box(box.dest_offsets, box.lengths) for box in of_chunk])
+        if hole is not None:
+            start = tuple(a + b for a, b in zip(hole.offsets, wanted.offsets, strict=True))
+            raise InvalidPlanError(
+                f"{key}: no chunk of the checkpoint holds the elements from {start} with lengths "
+                f"{hole.lengths}; the checkpoint is incomplete, and loading it would leave them as they are",
+                key=key,
+            )
+        boxes += of_chunk
+    return boxes
 
 
 def _fill_chunk(
-    columns: ReadColumns, key: str, number: int, wanted: ChunkStorageMetadata, local: int
-) -> None:
-    directory = columns.directory
-    box = Box(tuple(wanted.offsets), tuple(wanted.sizes))
-    dest = MetadataIndex(key, wanted.offsets, local)
-    covered = []
+    directory: Directory, number: int, wanted: ChunkStorageMetadata, local: int
+) -> Iterator[ReadBox]:
+    size, box = torch.Size, Box(tuple(wanted.offsets), tuple(wanted.sizes))
     for position, chunk in _candidates(directory, number, box):
         both = intersect(box, chunk)
-        if both is None:
-            continue
-        in_dest = tuple(a - b for a, b in zip(both.offsets, box.offsets, strict=True))
-        in_chunk = tuple(a - b for a, b in zip(both.offsets, chunk.offsets, strict=True))
-        covered.append(Box(in_dest, both.lengths))
-        item = ReadItem(
-            LoadItemType.TENSOR,
-            dest,
-            torch.Size(in_dest),
-            MetadataIndex(key, chunk.offsets, position),
-            torch.Size(in_chunk),
-            torch.Size(both.lengths),
-        )
-        columns.add_box(item, directory.row[number] + position)
-    hole = cover_of(box.lengths, covered)
-    if hole is not None:
-        start = tuple(a + b for a, b in zip(hole.offsets, box.offsets, strict=True))
-        raise InvalidPlanError(
-            f"{key}: no chunk of the checkpoint holds the elements from {start} with lengths {hole.lengths}; "
-            "the checkpoint is incomplete, and loading it would leave them as they are",
-            key=key,
-        )
+        if both is not None:
+            yield ReadBox(
+                ChunkStorageMetadata(size(both.offsets), size(both.lengths)),
+                (wanted.offsets, local),
+                size(map(sub, both.offsets, box.offsets)),
+                (size(chunk.offsets), position),
+                size(map(sub, both.offsets, chunk.offsets)),
+                both == chunk,
+            )
 
 
 def _candidates(directory: Directory, number: int, box: Box) -> list[tuple[int, Box]]:

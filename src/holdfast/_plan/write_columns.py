@@ -103,6 +103,10 @@ class WriteColumns:
             {at: self.nbytes[n] for at, n in enumerate(numbers) if n in self.nbytes} if self.nbytes else {},
         )
 
+    def box(self, number: int) -> ChunkStorageMetadata:
+        """The box of its tensor that an item writes; not for an item that is not a tensor."""
+        return ChunkStorageMetadata(self.offsets[self.offset[number]], self.forms[self.form[number]].lengths)
+
     def items(self) -> Iterator[WriteItem]:
         """The items as records."""
         return map(self.item, range(len(self.keys)))
@@ -115,8 +119,7 @@ class WriteColumns:
             known = BytesIOWriteData(self.nbytes[number]) if number in self.nbytes else None
             return WriteItem(MetadataIndex(key, None, known_hint), WriteItemType.BYTE_IO, known)
         form, offset = self.forms[self.form[number]], self.offsets[self.offset[number]]
-        chunk = ChunkStorageMetadata(offset, form.lengths)
-        data = TensorWriteData(chunk, form.make_properties(), form.size)
+        data = TensorWriteData(self.box(number), form.make_properties(), form.size)
         return WriteItem(MetadataIndex(key, offset, known_hint), _TYPES[self.kinds[number]], None, data)
 
     def says_the_same(self, other: "WriteColumns") -> bool:

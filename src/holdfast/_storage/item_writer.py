@@ -4,7 +4,7 @@ import ctypes
 import io
 import itertools
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,7 +57,7 @@ class ItemWriter:
         if isinstance(data, torch.Tensor):
             _check_planned(self.lines, number, data)
             if not self.transforms and data.nbytes < SMALL:
-                self.add_small_tensors([number], {self.lines.keys[number]: data})
+                self.add_small_tensors([number], [data])
                 return
             frame = frame_of(data.dtype, data.shape)
         elif isinstance(data, StoredObject):
@@ -68,8 +68,8 @@ class ItemWriter:
         else:
             self._add_plain(number, frame, data)
 
-    def add_small_tensors(self, numbers: Sequence[int], tensors: Mapping[str, Any]) -> None:
-        """Write the items of small whole chunks, found by their keys; only without transforms.
+    def add_small_tensors(self, numbers: Sequence[int], tensors: Iterable[torch.Tensor]) -> None:
+        """Write the items of small chunks, each with its tensor; only without transforms.
 
         All items of a form begin equally far from an aligned place, so that only payload and checksums
         differ between them: 2 microseconds an item.
@@ -77,11 +77,10 @@ class ItemWriter:
         self._pack(bytes(-self._position % SMALL_ALIGNMENT))
         lines, packed, templates = self.lines, self._packed, self._templates
         begin, used, wrap_checksums = self._position, list[ItemTemplate](), list[int]()
-        keys, forms, read, crc, checksums = lines.keys, lines.form, ctypes.string_at, crc32, bytearray()
-        for number in numbers:
+        forms, read, crc, checksums = lines.form, ctypes.string_at, crc32, bytearray()
+        for number, tensor in zip(numbers, tensors, strict=True):
             form = forms[number]
             template = templates.get(form) or self._make_template(form)
-            tensor = tensors[keys[number]]
             if tensor.shape != template.shape or tensor.dtype is not template.dtype:
                 _check_planned(lines, number, tensor)
             if (

@@ -8,7 +8,7 @@ import torch
 from holdfast._format.item_table import StorageInfo
 from holdfast._plan.metadata_entries import dtypes_of
 from holdfast._plan.planner_values import own_values
-from holdfast._plan.read_columns import ReadColumns, ReadItems
+from holdfast._plan.read_columns import ReadBox, ReadColumns, ReadItems
 from holdfast._storage.item_places import ItemPlaces, places_of
 from holdfast._storage.item_reader import Chunk
 from holdfast._storage.small_items import SMALL
@@ -23,7 +23,7 @@ class FileRequest:
 
     Attributes:
         lines: Stored items and lines, in the order of the file.
-        small: Small tensors that go straight into the state, whole; None if there are none.
+        small: Small stored tensors that go whole and straight into the state; None if there are none.
         last: The key of the item that reaches furthest, and the size that the file must have for it.
         nbytes: About how many bytes are read; of a part of an item not less than that part.
     """
@@ -46,16 +46,16 @@ class FileRequest:
 
     def add_rows(
         self,
-        lines: list[tuple[int, str]],
+        lines: list[tuple[int, str, ReadBox | None]],
         places: ItemPlaces,
         dtypes: Sequence[torch.dtype],
         values: Mapping[str, Any],
     ) -> None:
-        """Small whole tensors: the row and key of each."""
+        """Small stored items that are read whole: the row and key of each, and the box that it fills."""
         offsets, nbytes = places.offsets, places.nbytes
         lines.sort(key=lambda line: offsets[line[0]])
-        rows, keys = [row for row, _ in lines], [key for _, key in lines]
-        self.small = SmallTensors.of_rows(rows, keys, places, dtypes, values)
+        rows, keys, boxes = map(list, zip(*lines, strict=True))
+        self.small = SmallTensors.of_rows(rows, keys, places, dtypes, values, boxes)
         self.nbytes += sum(nbytes[row] for row in rows)
         ends = [offsets[row] + nbytes[row] for row in rows]
         self._reach(max(ends), keys[ends.index(max(ends))])
@@ -111,19 +111,20 @@ def _from_columns(
     columns: ReadColumns, values: Mapping[str, Any] | None, places: ItemPlaces, metadata: Metadata
 ) -> dict[str, FileRequest]:
     requests: dict[str, FileRequest] = {}
-    small: dict[int, list[tuple[int, str]]] = {}
+    small: dict[int, list[tuple[int, str, ReadBox | None]]] = {}
     files, nbytes, kinds = places.files, places.payload_nbytes, places.directory.kinds
     numbers, boxes, all_are_plain = places.directory.numbers, columns.boxes, places.all_are_plain
     names = places.manifest.file_names
     for number, (key, row) in enumerate(zip(columns.keys, columns.rows, strict=True)):
+        box = boxes.get(number)
         if (
             values is not None
             and 0 <= nbytes[row] < SMALL
-            and number not in boxes
+            and (box is None or box.is_whole)
             and not kinds[numbers[key]]
             and (all_are_plain or places.is_plain(row))
         ):
-            small.setdefault(files[row], []).append((row, key))
+            small.setdefault(files[row], []).append((row, key, box))
             continue
         line = columns.item(number)
         if places.nbytes[row] < 0:

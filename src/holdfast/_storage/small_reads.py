@@ -10,11 +10,14 @@ import torch
 
 from holdfast._io.blocks import crc32
 from holdfast._io.store import StoreTraits
+from holdfast._plan.read_columns import ReadBox
 from holdfast._storage.destinations import Destination
 from holdfast._storage.item_places import ItemPlaces
 from holdfast._storage.item_reader import Chunk, ReadContext
 from holdfast._storage.open_files import SharedFile
 from holdfast._storage.small_items import SMALL
+from holdfast._tensors.chunks import find_box
+from holdfast._tensors.layout_table import LayoutTable
 from holdfast.errors import ChecksumError, MetadataFormatError
 from holdfast.planner import ReadItem
 
@@ -36,7 +39,8 @@ class SmallTensors:
         checksums: The CRC-32 of these bytes.
         dtypes: The dtype that it was saved with.
         values: The state's tensors by key, if the planner does not want to be asked for each.
-        destinations: Otherwise each tensor's destination.
+        boxes: For each tensor which box of the state's tensor it is; None if it is the whole.
+        destinations: If the planner wants to be asked: each tensor's destination.
     """
 
     keys: list[str]
@@ -45,6 +49,7 @@ class SmallTensors:
     checksums: list[int]
     dtypes: list[torch.dtype]
     values: Mapping[str, Any] | None = None
+    boxes: Sequence[ReadBox | None] = ()
     destinations: Sequence[Destination] = ()
 
     @staticmethod
@@ -54,6 +59,7 @@ class SmallTensors:
         places: ItemPlaces,
         dtypes: Sequence[torch.dtype],
         values: Mapping[str, Any],
+        boxes: Sequence[ReadBox | None],
     ) -> "SmallTensors":
         """Items by their rows in the manifest; ``dtypes`` are those of the manifest's properties."""
         offsets, payload_offsets, nbytes = places.offsets, places.payload_offsets, places.payload_nbytes
@@ -66,6 +72,7 @@ class SmallTensors:
             [checksums[block_at[row]] if nbytes[row] else 0 for row in rows],
             [dtypes[properties[numbers[key]]] for key in keys],
             values,
+            boxes,
         )
 
     @staticmethod
@@ -83,13 +90,21 @@ class SmallTensors:
     def take(self, span: slice) -> "SmallTensors":
         """Neighbours among them."""
         columns: Any = (self.keys, self.starts, self.nbytes, self.checksums, self.dtypes)
-        taken: Any = (*[column[span] for column in columns], self.values, self.destinations[span])
+        taken: Any = (
+            *[column[span] for column in columns],
+            self.values,
+            self.boxes[span],
+            self.destinations[span],
+        )
         return SmallTensors(*taken)
 
     def targets(self) -> Iterator[torch.Tensor]:
         """Each tensor to be filled; a planner is told that one is filled when the next one is asked for."""
         if self.values is not None:
-            yield from map(self.values.__getitem__, self.keys)
+            layouts = LayoutTable()
+            for key, box in zip(self.keys, self.boxes, strict=True):
+                value = self.values[key]
+                yield value if box is None else find_box(value, key, box.box, layouts)
         for destination in self.destinations:
             target = destination.target()
             destination.touch()

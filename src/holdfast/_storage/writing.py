@@ -4,7 +4,7 @@ import contextlib
 import heapq
 import io
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,13 @@ from holdfast._io.pool import Cancellation
 from holdfast._io.progress import ProgressTracker
 from holdfast._io.store import ByteStore
 from holdfast._plan.planner_values import own_values
-from holdfast._plan.write_columns import TENSOR, columns_of, is_open
+from holdfast._plan.write_columns import BYTE_IO, TENSOR, columns_of, is_open
 from holdfast._storage.cleanup import delete_quietly
 from holdfast._storage.item_writer import PACK, ItemWriter
 from holdfast._storage.results import Results, WrittenItems
 from holdfast._storage.small_items import SMALL
+from holdfast._tensors.chunks import find_box
+from holdfast._tensors.layout_table import LayoutTable
 from holdfast.errors import InvalidPlanError
 from holdfast.extension import StreamTransformExtension
 from holdfast.planner import SavePlan, SavePlanner
@@ -116,6 +118,7 @@ class _Work:
         self._lines = plan.items if is_open(plan) else None
         # Where the planner would only look a tensor up, it is not asked for each of thousands.
         self._values = own_values(planner, "resolve_data") if straight else None
+        self._layouts = LayoutTable()
 
     def portions(self, numbers: Sequence[int]) -> Iterator[Sequence[int]]:
         """The lines in their order, small whole tensors together and everything else alone."""
@@ -123,7 +126,7 @@ class _Work:
             yield from ([number] for number in numbers)
             return
         nbytes, kinds = self.nbytes, self.columns.kinds
-        for small, run in itertools.groupby(numbers, lambda n: nbytes[n] < SMALL and kinds[n] == TENSOR):
+        for small, run in itertools.groupby(numbers, lambda n: nbytes[n] < SMALL and kinds[n] != BYTE_IO):
             if not small:
                 yield from ([number] for number in run)
                 continue
@@ -140,10 +143,23 @@ class _Work:
     def write(self, writer: ItemWriter, portion: Sequence[int]) -> None:
         """Write one portion."""
         first = portion[0]
-        if self._values is not None and self.columns.kinds[first] == TENSOR and self.nbytes[first] < SMALL:
-            writer.add_small_tensors(portion, self._values)
-        else:
+        if self._values is None or self.columns.kinds[first] == BYTE_IO:
             writer.add(first, self._data(first))
+        elif self.nbytes[first] < SMALL:
+            writer.add_small_tensors(portion, self._tensors(portion, self._values))
+        else:
+            (tensor,) = self._tensors(portion, self._values)
+            writer.add(first, tensor)
+
+    def _tensors(self, numbers: Sequence[int], values: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+        """The tensors of lines, out of the planner's flat state."""
+        keys, kinds, layouts = self.columns.keys, self.columns.kinds, self._layouts
+        for number in numbers:
+            key = keys[number]
+            value = values[key]
+            yield (
+                value if kinds[number] == TENSOR else find_box(value, key, self.columns.box(number), layouts)
+            )
 
     def _data(self, number: int) -> torch.Tensor | io.BytesIO:
         line = self.columns.item(number) if self._lines is None else self._lines[number]

@@ -6,6 +6,7 @@ part of it, so that its name and shape are saved.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,13 +14,8 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.tensor import DTensor
 
-from holdfast._tensors.dtensors import (
-    held_pieces,
-    local_tensor,
-    memory_of_piece,
-    narrowed,
-    with_local_memory,
-)
+from holdfast._tensors.dtensors import local_tensor, memory_of_piece, narrowed, with_local_memory
+from holdfast._tensors.layout_table import Layout, LayoutTable
 from holdfast.errors import PlanError
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex
 
@@ -73,7 +69,7 @@ def refuse_unsavable(key: str, value: Any) -> None:
     for part in local_parts(value):
         if part.is_meta:
             raise PlanError(f"{key}: a tensor on the meta device has no data to save", key=key)
-        if type(part) not in PLAIN_TYPES or not is_tensor(part) or part.dtype != dtype:
+        if not is_plain_part(part, dtype):
             raise PlanError(
                 f"{key}: this rank's part of a {type(value).__name__} of {dtype} is a tensor of "
                 f"{part.dtype}, {part.layout} and the class {type(part).__module__}."
@@ -82,16 +78,28 @@ def refuse_unsavable(key: str, value: Any) -> None:
             )
 
 
-def refuse_undescribable(key: str, value: Any) -> None:
+def refuse_undescribable(key: str, value: Any, layouts: LayoutTable | None = None) -> None:
     """Raise if it cannot be known which elements of a tensor this rank holds.
 
     Raises:
         PlanError: It is an unreduced partial sum, or its layout cannot be described as boxes.
     """
     try:
-        local_chunks(value)
+        local_chunks(value, layouts)
     except PlanError as error:
         raise PlanError(f"{key}: {error}", key=key, expected=error.expected, found=error.found) from None
+
+
+def is_plain_part(value: Any, dtype: torch.dtype) -> bool:
+    """Whether a tensor has memory, and its elements, of this dtype, are all that there is to it."""
+    return (
+        type(value) in PLAIN_TYPES
+        and value.layout is torch.strided
+        and value.dtype is dtype
+        and not value.is_meta
+        and not value.is_quantized
+        and not value.is_nested
+    )
 
 
 def local_parts(value: Any) -> list[torch.Tensor]:
@@ -117,18 +125,19 @@ def dtype_of(value: Any) -> torch.dtype:
     return dtype
 
 
-def local_chunks(value: Any) -> list[ChunkStorageMetadata]:
+def local_chunks(value: Any, layouts: LayoutTable | None = None) -> Sequence[ChunkStorageMetadata]:
     """The boxes of the tensor that this rank holds: no two overlap, and none that has no elements.
+
+    Args:
+        value: A tensor of any kind.
+        layouts: The layouts that are known already. Who asks for many tensors passes the same table.
 
     Raises:
         PlanError: They cannot be known, as ``refuse_undescribable`` would say with the key.
     """
     if is_sharded(value):
         if isinstance(value, DTensor):
-            return [
-                ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.lengths))
-                for piece in held_pieces(value)
-            ]
+            return _layout_of(value, layouts).chunks
         shards = _full_shards(value)
         if shards or not value.local_shards() or 0 not in global_shape(value):
             return [
@@ -137,6 +146,10 @@ def local_chunks(value: Any) -> list[ChunkStorageMetadata]:
             ]
     size = global_shape(value)
     return [ChunkStorageMetadata(_zeros(len(size)), size)]
+
+
+def _layout_of(value: DTensor, layouts: LayoutTable | None) -> Layout:
+    return (LayoutTable() if layouts is None else layouts).of(value)
 
 
 def _full_shards(value: ShardedTensor) -> list[LocalShard]:
@@ -158,12 +171,12 @@ def _zeros(ndim: int) -> torch.Size:
     return torch.Size([0] * ndim)
 
 
-def _memory_of_chunk(value: Any, number: int, key: str) -> torch.Tensor:
+def _memory_of_chunk(value: Any, number: int, key: str, layouts: LayoutTable | None = None) -> torch.Tensor:
     """The memory of one of the boxes of ``local_chunks``."""
     if not is_sharded(value):
         return value  # type: ignore[no-any-return]
     if isinstance(value, DTensor):
-        memory = memory_of_piece(value, held_pieces(value)[number])
+        memory = memory_of_piece(value, _layout_of(value, layouts).pieces[number])
     elif shards := _full_shards(value):
         memory = shards[number].tensor
     else:
@@ -179,6 +192,8 @@ def is_without_memory(value: Any) -> bool:
     """Whether a value is a tensor on the meta device, so that there is nothing to load into."""
     if type(value) in PLAIN_TYPES:
         return bool(value.is_meta)
+    if type(value) is DTensor and not local_tensor(value).is_meta:
+        return False
     return isinstance(value, torch.Tensor) and any(part.is_meta for part in local_parts(value))
 
 
@@ -225,18 +240,29 @@ def find_chunk(value: Any, index: MetadataIndex) -> torch.Tensor:
     )
 
 
-def find_box(value: Any, key: str, box: ChunkStorageMetadata) -> torch.Tensor:
+def find_box(
+    value: Any, key: str, box: ChunkStorageMetadata, layouts: LayoutTable | None = None
+) -> torch.Tensor:
     """The memory of a box that lies within one local chunk: the chunk, or a view of a part of it.
 
+    Args:
+        value: A tensor of any kind.
+        key: Its key, for messages.
+        box: The box.
+        layouts: As for ``local_chunks``.
+
     Raises:
-        PlanError: No chunk of this rank contains the whole box.
+        PlanError: No chunk of this rank contains the whole box, or a sharded tensor is on the meta device.
     """
-    chunks = local_chunks(value)
+    chunks = local_chunks(value, layouts)
+    if len(chunks) == 1 and chunks[0].sizes == box.sizes and chunks[0].offsets == box.offsets:
+        # Nearly always a rank has one chunk, and the box is all of it.
+        return _memory_of_chunk(value, 0, key, layouts)
     for number, chunk in enumerate(chunks):
         starts = [a - b for a, b in zip(box.offsets, chunk.offsets, strict=True)]
         room = [b - a for a, b in zip(box.sizes, chunk.sizes, strict=True)]
         if all(0 <= start <= most for start, most in zip(starts, room, strict=True)):
-            return narrowed(_memory_of_chunk(value, number, key), starts, box.sizes)
+            return narrowed(_memory_of_chunk(value, number, key, layouts), starts, box.sizes)
     held = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
     raise PlanError(
         f"{key}: a box at {tuple(box.offsets)} of sizes {tuple(box.sizes)} was asked for, and none of this "
