@@ -151,15 +151,18 @@ class _Work:
             (tensor,) = self._tensors(portion, self._values)
             writer.add(first, tensor)
 
-    def _tensors(self, numbers: Sequence[int], values: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    def _tensors(self, numbers: Sequence[int], values: Mapping[str, Any]) -> Iterator[Any]:
         """The tensors of lines, out of the planner's flat state."""
         keys, kinds, layouts = self.columns.keys, self.columns.kinds, self._layouts
         for number in numbers:
             key = keys[number]
-            value = values[key]
-            yield (
-                value if kinds[number] == TENSOR else find_box(value, key, self.columns.box(number), layouts)
-            )
+            if kinds[number] == TENSOR:
+                yield values[key]
+            elif key in values:
+                yield find_box(values[key], key, self.columns.box(number), layouts)
+            else:
+                # The planner of a writer process has the chunks of this rank, not the tensors.
+                yield self._data(number)
 
     def _data(self, number: int) -> torch.Tensor | io.BytesIO:
         line = self.columns.item(number) if self._lines is None else self._lines[number]

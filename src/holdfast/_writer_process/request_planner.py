@@ -10,6 +10,8 @@ import torch
 
 from holdfast._plan.planner_values import HasOwnValues, own_values
 from holdfast._plan.write_columns import BYTE_IO, SHARD, TENSOR, columns_of, is_open
+from holdfast._tensors.chunks import find_box
+from holdfast._tensors.layout_table import LayoutTable
 from holdfast.errors import UsageError
 from holdfast.metadata import MetadataIndex
 from holdfast.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -81,11 +83,15 @@ def request_planner(plan: SavePlan, planner: SavePlanner) -> RequestPlanner:
     if values is None:
         made, resolved = RequestPlanner(_without_other_ranks(planner)), {SHARD}
     else:
-        made, resolved = _CompleteRequestPlanner(None), {SHARD, BYTE_IO, TENSOR}
+        made, resolved = _CompleteRequestPlanner(None), {BYTE_IO}
     opened = plan.items if is_open(plan) else None
-    for number, kind in enumerate(columns.kinds):
+    layouts = LayoutTable()
+    for number, (key, kind) in enumerate(zip(columns.keys, columns.kinds, strict=True)):
         if kind == TENSOR and values is not None:
-            made.whole[columns.keys[number]] = values[columns.keys[number]]
+            made.whole[key] = values[key]
+        elif kind == SHARD and values is not None:
+            box = columns.box(number)
+            made.others[key, tuple(box.offsets)] = find_box(values[key], key, box, layouts)
         elif kind in resolved:
             item = columns.item(number) if opened is None else opened[number]
             made.others[_place(item.index)] = planner.resolve_data(item)
