@@ -4,6 +4,7 @@ from benchmarks.async_save import async_save_cases
 from benchmarks.bulk import bulk_cases
 from benchmarks.case import Case
 from benchmarks.compressed import compressed_cases
+from benchmarks.dtensors import dtensor_cases
 from benchmarks.memory import memory_cases
 from benchmarks.one_slice import slice_cases
 from benchmarks.planning import planning_cases
@@ -18,6 +19,7 @@ def all_cases(scale: float) -> list[Case]:
     groups = (
         bulk_cases,
         small_cases,
+        dtensor_cases,
         slice_cases,
         compressed_cases,
         memory_cases,

@@ -14,10 +14,14 @@ from benchmarks.states import State
 __all__ = ["drop_caches", "load_turn", "read_through", "save_turn", "seconds_of", "take_turns"]
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    """How long ``work`` takes, with the garbage of others collected and their writes on disk beforehand."""
+def seconds_of(work: Callable[[], object], begin: Callable[[], object] = lambda: None) -> float:
+    """How long ``work`` takes, with the garbage of others collected and their writes on disk beforehand.
+
+    ``begin`` is called just before, and not measured: ranks wait for each other in it.
+    """
     gc.collect()
     os.sync()
+    begin()
     start = time.perf_counter()
     work()
     return time.perf_counter() - start

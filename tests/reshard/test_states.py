@@ -1,5 +1,6 @@
 """States such as training has them, saved by some ranks and loaded by others."""
 
+import functools
 import math
 import tempfile
 from pathlib import Path
@@ -9,14 +10,25 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.reshard.layouts import assert_holds, blank, matrix
+from tests.reshard.layouts import (
+    assert_holds,
+    blank,
+    layouts_of,
+    matrix,
+    on_mesh,
+    parts_of,
+    plain,
+    strided,
+)
 from tests.reshard.test_layouts import layouts
 from tests.support.states import same
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 import holdfast
+from holdfast._tensors import layout_table
 from holdfast._tensors.chunks import with_memory
+from holdfast._tensors.dtensors import held_pieces
 from holdfast.errors import PlanError
 from holdfast.testing import FakeRank, FakeRanks
 
@@ -317,6 +329,65 @@ def test_ranks_that_hold_different_keys_save_one_checkpoint(tmp_path: Path) -> N
     state: dict[str, Any] = {f"layer {number}": torch.zeros(7, 5) for number in range(3)}
     holdfast.load(state, checkpoint_id=tmp_path)
     assert all(same(state[f"layer {number}"], matrix(number)) for number in range(3))
+
+
+def many_layouts(rank: FakeRank, shape: tuple[int, int], shift: int = 0) -> dict[str, Any]:
+    """Tensors of one shape in every layout, three of each: what is found for one must not serve another."""
+    made = [make for make in layouts_of(rank.world_size).values() if make is not plain]
+    if rank.world_size == 4 and shape == (8, 8):
+        # These differ in the factor alone.
+        made += [on_mesh([2, 2], [strided(0, factor), Replicate()]) for factor in (2, 4)]
+    wholes = [matrix(n, shape) if n % 3 else matrix(n, shape).view(torch.int32) for n in range(66)]
+    return {f"{n}": made[(n // 3 + shift) % len(made)](rank, whole) for n, whole in enumerate(wholes)}
+
+
+@pytest.mark.parametrize(
+    ("world", "shape", "shift"), [(4, (8, 8), 0), (4, (7, 5), 0), (4, (8, 8), 1), (6, (7, 5), 0)]
+)
+def test_tensors_of_many_layouts_in_one_state_keep_their_own(
+    world: int, shape: tuple[int, int], shift: int, tmp_path: Path
+) -> None:
+    def save(rank: FakeRank) -> None:
+        rank.save(many_layouts(rank, shape), checkpoint_id=tmp_path)
+
+    def load(rank: FakeRank) -> None:
+        state, expected = many_layouts(rank, shape, shift), many_layouts(rank, shape, shift)
+        for value in state.values():
+            for part in parts_of(value):
+                part.fill_(-1)
+        rank.load(state, checkpoint_id=tmp_path)
+        for key, value in expected.items():
+            assert_holds(state[key], value, f"{key} on rank {rank.rank}")
+
+    FakeRanks(4).run(save)
+    FakeRanks(world).run(load)
+
+
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_what_a_rank_holds_is_worked_out_once_for_each_layout(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def count(value: Any) -> Any:
+        asked.append(value)
+        return held_pieces(value)
+
+    def run(rank: FakeRank, tensors: int) -> None:
+        wholes = [matrix(number, (4, 2)) for number in range(tensors)]
+        state = {f"{n}": rank.distribute(w, rank.mesh(), [Shard(n % 2)]) for n, w in enumerate(wholes)}
+        (rank.load if call == "load" else rank.save)(state, checkpoint_id=tmp_path / f"{tensors}")
+
+    monkeypatch.setattr(layout_table, "held_pieces", count)
+    counts = []
+    for tensors in (2, 40):
+        if call == "load":
+            whole = {f"{number}": matrix(number, (4, 2)) for number in range(tensors)}
+            holdfast.save(whole, checkpoint_id=tmp_path / f"{tensors}")
+        asked.clear()
+        FakeRanks(2).run(functools.partial(run, tensors=tensors))
+        counts.append(len(asked))
+    assert 0 < counts[0] == counts[1]
 
 
 def check_reshard(

@@ -329,7 +329,7 @@ def test_busyness_is_a_number_of_cores() -> None:
 # Stock torch warns of its own deprecated calls.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["save", "load-hot", "small", "tiny", "zstd"])
+@pytest.mark.parametrize("name", ["save", "load-hot", "small", "tiny", "dtensors", "zstd"])
 def test_a_case_measures_both_sides_in_every_round(name: str, tmp_path: Path) -> None:
     (case,) = [case for case in all_cases(0.0005) if case.name == name]
     found = run_case(name, 0.0005, 2, tmp_path)

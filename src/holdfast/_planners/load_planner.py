@@ -20,6 +20,7 @@ from holdfast._plan.planner_values import HasOwnValues
 from holdfast._plan.read_columns import ReadItems, keys_of
 from holdfast._tensors.chunks import find_chunk, is_any_tensor, is_without_memory, local_parts
 from holdfast._tensors.dtensors import narrowed
+from holdfast._tensors.layout_table import LayoutTable
 from holdfast._tensors.meta_memory import MetaMemory
 from holdfast.errors import UsageError
 from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex
@@ -81,6 +82,7 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
         self.original_state_dict = {}
         self.mappings = {}
         self._slots: dict[str, Slot] = {}
+        self._layouts = LayoutTable()
 
     def set_up_planner(
         self,
@@ -90,6 +92,7 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
     ) -> None:
         """Flatten the state, and remember where each leaf stands in it."""
         self.original_state_dict = state_dict
+        self._layouts = LayoutTable()
         self._flatten(open_every_dict=True)
         self.metadata = metadata
         self.is_coordinator = is_coordinator
@@ -174,7 +177,7 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """The tensor, or the local chunk of it, that ``index`` names. For subclasses to extend."""
-        return find_chunk(self.state_dict[index.fqn], index)
+        return find_chunk(self.state_dict[index.fqn], index, self._layouts)
 
     def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
         """Narrow the tensor to the box that the item fills. For subclasses to extend."""

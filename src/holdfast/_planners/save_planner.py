@@ -23,6 +23,7 @@ from holdfast._plan.planner_values import HasOwnValues, finds_values_itself
 from holdfast._plan.replica_fingerprints import fingerprint_replicas
 from holdfast._plan.write_columns import WriteItems
 from holdfast._tensors.chunks import find_box, find_chunk, is_any_tensor, is_tensor, local_chunks
+from holdfast._tensors.layout_table import LayoutTable
 from holdfast._user_warning import warn_user
 from holdfast.errors import InvalidPlanError, UsageError
 from holdfast.metadata import STATE_DICT_TYPE, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
@@ -82,6 +83,7 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
         self._enable_plan_caching = enable_plan_caching
         self._cached_plans_key: str = new_cache_key(self)
         self._cache = PlanCache(self._cached_plans_key)
+        self._layouts = LayoutTable()
 
     def set_up_planner(
         self,
@@ -90,6 +92,7 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
         is_coordinator: bool = False,
     ) -> None:
         """Flatten the state."""
+        self._layouts = LayoutTable()
         refuse_reserved(state_dict)
         if self.flatten_state_dict:
             state_dict, self.mappings, _ = flatten(state_dict, is_any_tensor)
@@ -182,14 +185,14 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
     def _part(self, key: str, box: ChunkStorageMetadata) -> torch.Tensor | None:
         """The memory of a part of a chunk, if other ranks write the rest of the chunk; otherwise None."""
         value = self.state_dict[key]
-        if not is_tensor(value) or box in local_chunks(value):
+        if not is_tensor(value) or box in local_chunks(value, self._layouts):
             return None
-        return find_box(value, key, box)
+        return find_box(value, key, box, self._layouts)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The value that ``index`` names; for a sharded tensor the local chunk. For subclasses to extend."""
         value = self.state_dict[index.fqn]
-        return find_chunk(value, index) if is_tensor(value) else value
+        return find_chunk(value, index, self._layouts) if is_tensor(value) else value
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """Bring a value into the form that is stored. For subclasses to extend."""

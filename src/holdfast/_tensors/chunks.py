@@ -171,7 +171,7 @@ def _zeros(ndim: int) -> torch.Size:
     return torch.Size([0] * ndim)
 
 
-def _memory_of_chunk(value: Any, number: int, key: str, layouts: LayoutTable | None = None) -> torch.Tensor:
+def _memory_of_chunk(value: Any, number: int, key: str, layouts: LayoutTable | None) -> torch.Tensor:
     """The memory of one of the boxes of ``local_chunks``."""
     if not is_sharded(value):
         return value  # type: ignore[no-any-return]
@@ -215,11 +215,11 @@ def with_memory(value: Any, device: torch.device) -> Any:
     raise PlanError(f"a {type(value).__name__} on the meta device cannot be given memory; make it first")
 
 
-def find_chunk(value: Any, index: MetadataIndex) -> torch.Tensor:
+def find_chunk(value: Any, index: MetadataIndex, layouts: LayoutTable | None = None) -> torch.Tensor:
     """The memory of the local chunk that ``index`` names by its offset.
 
     An index without an offset names the only chunk. The index's hint is not looked at: after planning it
-    counts the chunks of all ranks.
+    counts the chunks of all ranks. ``layouts`` is as for ``local_chunks``.
 
     Raises:
         PlanError: This rank holds no such chunk, or a sharded tensor is on the meta device, where all that
@@ -228,10 +228,10 @@ def find_chunk(value: Any, index: MetadataIndex) -> torch.Tensor:
     offset = index.offset
     if type(value) in PLAIN_TYPES and not (offset and any(offset)):
         return value  # type: ignore[no-any-return]
-    chunks = local_chunks(value)
+    chunks = local_chunks(value, layouts)
     for number, chunk in enumerate(chunks):
         if chunk.offsets == offset or (offset is None and len(chunks) == 1):
-            return _memory_of_chunk(value, number, index.fqn)
+            return _memory_of_chunk(value, number, index.fqn, layouts)
     wanted = "the only one" if offset is None else f"one that begins at {tuple(offset)}"
     held = [tuple(chunk.offsets) for chunk in chunks]
     raise PlanError(

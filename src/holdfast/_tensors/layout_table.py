@@ -36,6 +36,10 @@ class LayoutTable:
     def __init__(self) -> None:
         self._known: dict[Any, Layout] = {}
 
+    def __reduce__(self) -> Any:
+        # A copy is empty: planners that have a table are sent to processes that do not have the meshes.
+        return LayoutTable, ()
+
     def of(self, value: DTensor) -> Layout:
         """The layout of a tensor: the same object for all tensors that have it.
 
