@@ -85,8 +85,8 @@ def plan_load(
                 f"{key} has {tuple(shape)} in the checkpoint, {tuple(global_shape(value))} here"
             )
             continue
-        if _check_tensor(key, size(shape), value, report, layouts):
-            check_dtype(key, dtypes[properties[number]], dtype_of(value), cast, report, narrowed)
+        dtype = dtypes[properties[number]]
+        _check_tensor(key, size(shape), dtype, value, cast, report, narrowed, layouts)
         sharded.append((key, number))
     for key in containers.unfilled():
         report.add("kind", key, "the checkpoint has a value here, the state an empty container")
@@ -130,12 +130,20 @@ def _listed(names: list[str], separator: str) -> str:
     return separator.join(names[:_MOST_NAMED]) + more
 
 
-def _check_tensor(key: str, size: torch.Size, value: Any, report: FitReport, layouts: LayoutTable) -> bool:
-    """Report what keeps a tensor from being filled; False if there is no need to look at its dtype, too."""
+def _check_tensor(
+    key: str,
+    size: torch.Size,
+    dtype: torch.dtype,
+    value: Any,
+    cast: bool | None,
+    report: FitReport,
+    narrowed: list[str],
+    layouts: LayoutTable,
+) -> None:
     if not is_tensor(value):
         problem = f"the checkpoint has a tensor here, the state a value of type {type(value).__name__}"
         report.add("kind", key, problem)
-        return False
+        return
     shape = global_shape(value)
     if shape != size:
         problem = f"Size mismatch: the checkpoint has shape {tuple(size)}, the state {tuple(shape)}"
@@ -145,10 +153,10 @@ def _check_tensor(key: str, size: torch.Size, value: Any, report: FitReport, lay
         refuse_undescribable(key, value, layouts)
     except PlanError as error:
         report.add("kind", key, str(error).removeprefix(f"{key}: "))
-        return False
+        return
     if any(map(_repeats_memory, memory)):
         report.add("kind", key, "the state's tensor is expanded: several elements share one place in memory")
-    return True
+    check_dtype(key, dtype, dtype_of(value), cast, report, narrowed)
 
 
 def check_dtype(
