@@ -1,16 +1,16 @@
-"""The words of the benchmark: a case, what it measures, and rounds in which the two sides take turns."""
+"""The words of the benchmark: a case, what it measures, and rounds in which the sides take turns."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
 __all__ = ["SIDES", "Case", "Goal", "Job", "Quantity", "Samples", "SkippedError", "Unit", "interleave"]
 
 SIDES = ("holdfast", "torch")
-"""The order in which they take turns, and the order of columns."""
+"""The sides that every case has: the order in which they take turns, and the order of columns."""
 
-Unit = Literal["s", "MiB", "bytes", "bytes/byte"]
+Unit = Literal["s", "MiB", "bytes", "bytes/byte", "pages/page"]
 
 Samples = dict[str, dict[str, list[float]]]
 """By quantity, then by side: one number for each round, in the order of the rounds."""
@@ -22,17 +22,21 @@ class SkippedError(Exception):
 
 @dataclass(frozen=True)
 class Goal:
-    """What holdfast should reach: so many times as good as torch, or at most so much. One of the two.
+    """What holdfast should reach. One of the first three.
 
     Attributes:
-        times: So many times, comparing the best rounds.
-        at_most: So much, in every round.
-        typically: At most so much in half of the rounds: for what the machine's own moods change as much.
+        times: So many times as good as the others, comparing the best rounds.
+        within: At most so many times what the others take, comparing the best rounds.
+        at_most: At most so much, in every round.
+        typically: Compare the middle rounds instead: for what the machine's own moods change as much.
+        against: The others: the best of these sides counts.
     """
 
     times: float | None = None
+    within: float | None = None
     at_most: float | None = None
     typically: bool = False
+    against: tuple[str, ...] = SIDES[1:]
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,13 @@ class Job:
         folder: An empty folder of its own, removed afterwards.
         rounds: How many samples to take of each side.
         say: Prints one line of progress.
+        absent: By side: why it could not be measured, for the table. The case fills it.
     """
 
     folder: Path
     rounds: int
     say: Callable[[str], None]
+    absent: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,8 @@ class Case:
         rounds: How many are taken unless ``--rounds`` says otherwise.
         run: Measures. It raises SkippedError where that is not possible, and anything else if a side
             fails or loads wrong values.
-        note: What a reader must know to compare the two sides.
+        note: What a reader must know to compare the sides.
+        sides: All whose samples it may return; further ones than ``SIDES`` get a table of their own.
     """
 
     name: str
@@ -81,6 +88,7 @@ class Case:
     rounds: int
     run: Callable[[Job], Samples]
     note: str = ""
+    sides: tuple[str, ...] = SIDES
 
 
 S = TypeVar("S")
@@ -94,7 +102,7 @@ def interleave(
     name_of: Callable[[S], str],
     say: Callable[[str], None],
 ) -> Samples:
-    """Let the sides take turns, A B A B, so that whatever else the machine does falls on both alike.
+    """Let the sides take turns, A B A B, so that whatever else the machine does falls on all alike.
 
     Args:
         sides: Who takes turns.

@@ -6,8 +6,11 @@ from benchmarks.case import Case
 from benchmarks.compressed import compressed_cases
 from benchmarks.dtensors import dtensor_cases
 from benchmarks.memory import memory_cases
+from benchmarks.neighbour import neighbour_cases
 from benchmarks.one_slice import slice_cases
 from benchmarks.planning import planning_cases
+from benchmarks.ranks import rank_cases
+from benchmarks.restarts import restart_cases
 from benchmarks.small import small_cases
 from benchmarks.staging import staging_cases
 
@@ -18,9 +21,12 @@ def all_cases(scale: float) -> list[Case]:
     """Every case, its sizes multiplied by ``scale``."""
     groups = (
         bulk_cases,
+        restart_cases,
+        neighbour_cases,
         small_cases,
         dtensor_cases,
         slice_cases,
+        rank_cases,
         compressed_cases,
         memory_cases,
         planning_cases,

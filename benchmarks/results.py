@@ -11,6 +11,8 @@ from benchmarks.machine import Machine
 
 __all__ = ["CaseResult", "Results", "Row", "Spread", "read_results", "rows_of", "write_results"]
 
+_WITHOUT_RATIO = {"MiB", "pages/page"}
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -31,11 +33,13 @@ class Row:
     """The samples of one quantity, one for each round and side, and what follows from them.
 
     Attributes:
-        ratio: Torch's best by our best: so many times are we as good. None for memory: what counts there
-            is the bound, and either side may be next to zero.
-        ratios: The same for each round by itself. The two turns of a round stand next to each other in
-            time, so that their ratio is what the machine's other work disturbs least.
-        met: Whether the goal is reached; None without a goal.
+        samples: Of every side that was measured, the first ones being those of ``SIDES``.
+        ratio: Their best by our best: so many times are we as good. Theirs is torch's, unless the goal names
+            others; of the middle rounds, where the goal says so. None for memory and pages: what counts there
+            is the bound, and either side may be next to zero. None as well if no other was measured.
+        ratios: The same for each round by itself. The turns of a round stand next to each other in time, so
+            that their ratio is what the machine's other work disturbs least.
+        met: Whether the goal is reached; None without a goal, or without anybody to compare with.
     """
 
     quantity: str
@@ -50,13 +54,15 @@ class Row:
     @classmethod
     def of(cls, quantity: Quantity, samples: dict[str, list[float]]) -> "Row":
         """The row of a quantity whose sides have the same number of samples."""
-        spread = {side: Spread.of(samples[side]) for side in SIDES}
-        ours, theirs = (spread[side].min for side in SIDES)
+        spread = {side: Spread.of(numbers) for side, numbers in samples.items()}
+        goal = quantity.goal or Goal()
+        others = [side for side in goal.against if side in samples]
         ratio, ratios = None, []
-        if quantity.unit != "MiB":
-            ratio = theirs / ours
-            pairs = zip(*(samples[side] for side in SIDES), strict=True)
-            ratios = [their / our for our, their in pairs]
+        if quantity.unit not in _WITHOUT_RATIO and others:
+            shown = {side: found.median if goal.typically else found.min for side, found in spread.items()}
+            ratio = min(shown[side] for side in others) / shown[SIDES[0]]
+            theirs = map(min, zip(*(samples[side] for side in others), strict=True))
+            ratios = [their / our for our, their in zip(samples[SIDES[0]], theirs, strict=True)]
         met = _is_met(quantity.goal, spread[SIDES[0]], ratio)
         return cls(quantity.name, quantity.unit, samples, quantity.goal, spread, ratio, ratios, met)
 
@@ -67,7 +73,9 @@ def _is_met(goal: Goal | None, ours: Spread, ratio: float | None) -> bool | None
     if goal.at_most is not None:
         # A bound on memory or bytes must hold in every round, not in the best one or a usual one.
         return (ours.median if goal.typically else ours.max) <= goal.at_most
-    return ratio is not None and ratio >= (goal.times or 0)
+    if ratio is None:
+        return None
+    return ratio >= (goal.times or 0) if goal.within is None else 1 / ratio <= goal.within
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,7 @@ class CaseResult:
         load_average: The system's, over one minute, when the case began and when it ended. It counts the
             benchmark too.
         others: Cores kept busy by something else meanwhile.
+        absent: By side: why it was not measured.
     """
 
     name: str
@@ -91,6 +100,7 @@ class CaseResult:
     seconds: float = 0
     load_average: tuple[float, float] = (0, 0)
     others: float | None = None
+    absent: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

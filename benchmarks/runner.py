@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.case import Case
+from benchmarks.cgroups import remove_groups_of
 from benchmarks.machine import Busyness
 from benchmarks.results import CaseResult, rows_of
 
@@ -81,6 +82,7 @@ def _run_to_its_end(command: list[str]) -> tuple[int, bytes]:
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+        remove_groups_of(process.pid)
         raise
     return process.returncode, output
 
@@ -101,4 +103,5 @@ def _run_apart(case: Case, scale: float, rounds: int, folder: Path) -> CaseResul
         seconds=round(time.monotonic() - start, 1),
         load_average=(load, os.getloadavg()[0]),
         others=watch.cores_of_others(),
+        absent=found.get("absent", {}),
     )

@@ -1,4 +1,4 @@
-"""The two sides: holdfast and stock torch, each called as its users call it, with its defaults."""
+"""The two sides of every case: holdfast and stock torch, called as users call them, with their defaults."""
 
 import inspect
 import shutil
@@ -24,17 +24,19 @@ _ALONE: dict[str, Any] = (
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two, as functions of a state and a folder.
+    """One who saves and loads, as functions of a state and a folder.
 
     Attributes:
-        name: One of ``case.SIDES``.
+        name: What the table calls it.
         save: Save a state into a folder; durable when it returns.
         load: Load into a state, in place.
+        only_tensors: It saves nothing else.
     """
 
     name: str
     save: Callable[[dict[str, Any], Path], object]
     load: Callable[[dict[str, Any], Path], None]
+    only_tensors: bool = False
 
     def save_anew(self, state: dict[str, Any], folder: Path) -> None:
         """Save into a folder that does not exist yet, whatever was there."""
@@ -44,27 +46,28 @@ class Side:
     def warm_up(self, folder: Path) -> None:
         """Save and load next to nothing, so that imports and first calls are in nobody's time or memory."""
         place = folder / f"warm-up-{self.name}"
-        self.save({"x": torch.ones(4), "step": 1}, place)
-        self.load({"x": torch.zeros(4), "step": 0}, place)
+        rest = {} if self.only_tensors else {"step": 1}
+        self.save({"x": torch.ones(4), **rest}, place)
+        self.load({"x": torch.zeros(4), **rest}, place)
         shutil.rmtree(place)
 
 
-def both_sides(*, zstd: bool = False, together: bool = False) -> tuple[Side, Side]:
+def both_sides(*, zstd: bool = False, alone: bool = True) -> tuple[Side, Side]:
     """Both, in the order of ``case.SIDES``.
 
     Args:
         zstd: Each compresses by its own extension.
-        together: The ranks of the process group save and load together; otherwise each process alone.
+        alone: Each saves and loads in this process alone, and not with all ranks of its process group.
     """
-    alone = {} if together else _ALONE
+    theirs = _ALONE if alone else {}
 
     def save_ours(state: dict[str, Any], folder: Path) -> object:
         extensions = [holdfast.extension.ZStandard()] if zstd else None
         writer = holdfast.FileSystemWriter(folder, _extensions=extensions)
-        return holdfast.save(state, storage_writer=writer, no_dist=not together)
+        return holdfast.save(state, storage_writer=writer, no_dist=alone)
 
     def load_ours(state: dict[str, Any], folder: Path) -> None:
-        holdfast.load(state, checkpoint_id=folder, no_dist=not together)
+        holdfast.load(state, checkpoint_id=folder, no_dist=alone)
 
     def save_theirs(state: dict[str, Any], folder: Path) -> object:
         options: dict[str, Any] = {}
@@ -74,9 +77,9 @@ def both_sides(*, zstd: bool = False, together: bool = False) -> tuple[Side, Sid
 
             options["_extensions"] = [ZStandard()]
         writer = stock_files.FileSystemWriter(folder, **options)
-        return stock_saver.save(state, storage_writer=writer, **alone)
+        return stock_saver.save(state, storage_writer=writer, **theirs)
 
     def load_theirs(state: dict[str, Any], folder: Path) -> None:
-        stock_loader.load(state, checkpoint_id=folder, **alone)
+        stock_loader.load(state, checkpoint_id=folder, **theirs)
 
     return Side("holdfast", save_ours, load_ours), Side("torch", save_theirs, load_theirs)

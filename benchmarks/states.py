@@ -72,11 +72,21 @@ class Tensors(State):
     def filled(self) -> dict[str, torch.Tensor]:  # noqa: D102
         state = self.blank()
         for key, tensor in state.items():
-            bits = self._bits(tensor)
-            for start in range(0, len(bits), _PIECE):
-                piece = bits[start : start + _PIECE]
-                torch.add(_pattern(len(piece)), _shift(key, start), out=piece)
+            self._fill(key, tensor)
         return state
+
+    def value(self, key: str) -> torch.Tensor:
+        """One tensor of the filled state, made anew."""
+        made = torch.empty(self.shape)
+        tensor = made.t() if self.transposed else made
+        self._fill(key, tensor)
+        return tensor
+
+    def _fill(self, key: str, tensor: torch.Tensor) -> None:
+        bits = self._bits(tensor)
+        for start in range(0, len(bits), _PIECE):
+            piece = bits[start : start + _PIECE]
+            torch.add(_pattern(len(piece)), _shift(key, start), out=piece)
 
     def blank(self) -> dict[str, torch.Tensor]:  # noqa: D102
         # torch.zeros leaves the kernel's zero pages untouched; filling takes memory now, not in the load.

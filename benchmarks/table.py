@@ -12,10 +12,12 @@ END = "<!-- end of table -->"
 
 
 def render(results: Results) -> str:
-    """Markdown: what it was measured on, a row for each quantity, and the notes."""
+    """Markdown: what it was measured on, a row for each quantity, the other sides, and the notes."""
     lines = [*_setting(results), "", *_head()]
     for case in results.cases:
         lines += _case_lines(case)
+    for case in results.cases:
+        lines += _everybody(case)
     notes = [f"- `{case.name}`: {case.note}." for case in results.cases if case.note]
     if notes:
         lines += ["", *notes]
@@ -56,11 +58,34 @@ def _case_lines(case: CaseResult) -> list[str]:
     return [_line([name if number == 0 else "", *_cells(row)]) for number, row in enumerate(case.rows)]
 
 
+def _everybody(case: CaseResult) -> list[str]:
+    """A second table, if there were further sides than those that have columns in the first."""
+    measured = {side: None for row in case.rows for side in row.samples}
+    if not case.absent and len(measured) <= len(SIDES):
+        return []
+    lines = ["", f"`{case.name}`: the best round of everybody, and how many times ours it is", ""]
+    lines.append(_line(["", *(row.quantity for row in case.rows)]))
+    lines.append(_line(["---"] + ["---:"] * len(case.rows)))
+    lines += [_line([side, *(_against_ours(row, side) for row in case.rows)]) for side in measured]
+    lines += [_line([side, why, *[""] * (len(case.rows) - 1)]) for side, why in case.absent.items()]
+    return lines
+
+
+def _against_ours(row: Row, side: str) -> str:
+    if side not in row.spread:
+        return ""
+    best, ours = row.spread[side].min, row.spread[SIDES[0]].min
+    return f"{best:.3f} {row.unit}" + (f" ({best / ours:.2f}x)" if side != SIDES[0] else "")
+
+
 def _cells(row: Row) -> list[str]:
     by_round = ""
     if len(row.ratios) > 1:
         by_round = f"{min(row.ratios):.2f} to {max(row.ratios):.2f}"
     ratio = "" if row.ratio is None else f"{row.ratio:.2f}x"
+    if ratio and row.goal is not None:
+        ratio += " of middles" if row.goal.typically else ""
+        ratio += "" if row.goal.against == SIDES[1:] else f" of {_names(row.goal)}"
     spreads = [_spread(row.spread[side], row.unit) for side in SIDES]
     return [row.quantity, *spreads, ratio, by_round, _goal(row.goal, row.unit, row.met)]
 
@@ -76,10 +101,16 @@ def _goal(goal: Goal | None, unit: str, met: bool | None) -> str:
         return ""
     if goal.times is not None:
         wanted = f"{goal.times:g}x"
+    elif goal.within is not None:
+        wanted = f"at most {goal.within:g} times {_names(goal)}"
     else:
         wanted = f"at most {goal.at_most:g} {'' if '/' in unit else unit}".strip()
         wanted += " in half of the rounds" if goal.typically else ""
-    return f"{wanted}: {'reached' if met else '**missed**'}"
+    return f"{wanted}: {'not measured' if met is None else 'reached' if met else '**missed**'}"
+
+
+def _names(goal: Goal) -> str:
+    return " or ".join(goal.against)
 
 
 def _line(cells: list[str]) -> str:

@@ -49,9 +49,9 @@ def take_turns(job: Job, act: Callable[[Side], Mapping[str, float]], *, zstd: bo
 
 
 def read_through(folder: Path) -> None:
-    """Bring every file of a folder into the page cache; a save may have gone past it."""
+    """Bring every file in a folder into the page cache; a save may have gone past it."""
     buffer = bytearray(1 << 20)
-    for path in folder.iterdir():
+    for path in filter(Path.is_file, folder.rglob("*")):
         with path.open("rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass

@@ -16,14 +16,15 @@ __all__ = ["run_case"]
 
 
 def run_case(name: str, scale: float, rounds: int, folder: Path) -> dict[str, object]:
-    """The samples of a case, or the reason why it was skipped."""
+    """The samples of a case and which sides are not among them, or the reason why it was skipped."""
 
     def say(line: str) -> None:
         print(f"  {name}: {line}", file=sys.stderr, flush=True)
 
     case = next(case for case in all_cases(scale) if case.name == name)
     try:
-        return {"samples": case.run(Job(folder, rounds, say))}
+        job = Job(folder, rounds, say)
+        return {"samples": case.run(job), "absent": job.absent}
     except SkippedError as reason:
         return {"skipped": str(reason)}
 

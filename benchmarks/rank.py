@@ -1,0 +1,145 @@
+"""The process of one rank: saves and loads with the other one, both sides in turns.
+
+``python -m benchmarks.rank CASE SCALE ROUNDS FOLDER RANK OUTPUT``; rank 0 writes the samples to OUTPUT, as
+JSON.
+"""
+
+import gc
+import json
+import os
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from benchmarks.case import Job, Samples, interleave
+from benchmarks.ranks import DISK_READS, RANKS, Layout, RankCase, rank_contents
+from benchmarks.sides import Side, both_sides
+from benchmarks.states import Tensors
+from benchmarks.turns import drop_caches, read_through
+
+__all__ = ["measure"]
+
+_DIMENSIONS: dict[Layout, int] = {"rows": 0, "columns": 1}
+
+
+def measure(case: RankCase, job: Job) -> Samples:
+    """What this rank measures; all ranks call it at once."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    sides = both_sides(alone=False)
+    held = _held(case.contents, case.saved, mesh)
+    target = held if case.saved == case.loaded else _held(case.contents, case.loaded, mesh)
+    for side in sides:
+        place = job.folder / f"warm-up-{side.name}"
+        side.save({"x": torch.ones(4), "step": 1}, place)
+        side.load({"x": torch.zeros(4), "step": 0}, place)
+        if case.kind != "both":
+            side.save(held, job.folder / side.name)
+    if target is not held:
+        held.clear()
+
+    def act(side: Side) -> dict[str, float]:
+        folder = job.folder / side.name
+        found = {}
+        if case.kind == "both":
+            _by_the_first(lambda: shutil.rmtree(folder, ignore_errors=True))
+            found["save"] = _seconds_together(lambda: side.save(held, folder))
+        _by_the_first(drop_caches if case.kind == "cold" else lambda: read_through(folder))
+        for value in target.values():
+            _local(value).zero_()
+        before = _bytes_from_disk()
+        found["load"] = _seconds_together(lambda: side.load(target, folder))
+        read = torch.tensor(_bytes_from_disk() - before)
+        _check(case.contents, case.loaded, target)
+        if case.kind == "cold":
+            dist.all_reduce(read)
+            found[DISK_READS] = read.item() / case.contents.nbytes
+        return found
+
+    return interleave(sides, act, rounds=job.rounds, name_of=lambda side: side.name, say=job.say)
+
+
+def _held(contents: Tensors, layout: Layout, mesh: DeviceMesh) -> dict[str, Any]:
+    """What this rank holds of the filled state."""
+    state: dict[str, Any] = {}
+    for number in range(contents.count):
+        key = f"layers.{number}.weight"
+        part = _part(contents, layout, key)
+        if layout == "whole":
+            state[key] = part
+        else:
+            whole = torch.empty(contents.shape, device="meta")
+            state[key] = DTensor.from_local(
+                part.clone(memory_format=torch.contiguous_format),
+                mesh,
+                [Shard(_DIMENSIONS[layout])],
+                run_check=False,
+                shape=whole.shape,
+                stride=whole.stride(),
+            )
+    return state
+
+
+def _part(contents: Tensors, layout: Layout, key: str) -> torch.Tensor:
+    whole = contents.value(key)
+    return whole if layout == "whole" else whole.chunk(RANKS, _DIMENSIONS[layout])[dist.get_rank()]
+
+
+def _local(value: Any) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _check(contents: Tensors, layout: Layout, target: dict[str, Any]) -> None:
+    for key, value in target.items():
+        wanted = _part(contents, layout, key).view(torch.int32)
+        assert torch.equal(_local(value).view(torch.int32), wanted), f"{key} was loaded wrong"
+
+
+def _seconds_together(work: Callable[[], object]) -> float:
+    """From the moment when all ranks are ready until all are done."""
+    gc.collect()
+    os.sync()
+    dist.barrier()
+    start = time.perf_counter()
+    work()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def _by_the_first(work: Callable[[], object]) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        work()
+    dist.barrier()
+
+
+def _bytes_from_disk() -> int:
+    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
+
+
+def _main(name: str, scale: str, rounds: str, folder: str, rank: str, output: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=RANKS)
+
+    def say(line: str) -> None:
+        if rank == "0":
+            print(f"  {name}: {line}", file=sys.stderr, flush=True)
+
+    samples = measure(rank_contents(float(scale))[name], Job(Path(folder), int(rounds), say))
+    if rank == "0":
+        Path(output).write_text(json.dumps(samples), encoding="ascii")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    _main(*sys.argv[1:])
