@@ -78,7 +78,6 @@ class Case:
         run: Measures. It raises SkippedError where that is not possible, and anything else if a side
             fails or loads wrong values.
         note: What a reader must know to compare the sides.
-        sides: All whose samples it may return; further ones than ``SIDES`` get a table of their own.
     """
 
     name: str
@@ -88,7 +87,6 @@ class Case:
     rounds: int
     run: Callable[[Job], Samples]
     note: str = ""
-    sides: tuple[str, ...] = SIDES
 
 
 S = TypeVar("S")

@@ -11,6 +11,7 @@ from benchmarks.case import SkippedError
 __all__ = ["SlowVolume", "limited_memory", "remove_groups_of", "slow_volume"]
 
 _MOUNTS = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
 _NAME = "holdfast-bench-"
 
 
@@ -99,7 +100,7 @@ def _group(old_name: str, old: dict[str, str], new_name: str, new: dict[str, str
 
 def _home(mount: Path, controller: str) -> Path:
     """The group of this process."""
-    for line in Path("/proc/self/cgroup").read_text("ascii").splitlines():
+    for line in _OWN.read_text("ascii").splitlines():
         _, controllers, path = line.split(":", 2)
         # The newer version has one line, with no name.
         if controller in controllers.split(","):

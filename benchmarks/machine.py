@@ -4,7 +4,7 @@ import os
 import platform
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,10 +13,16 @@ import holdfast
 
 __all__ = ["Busyness", "Machine", "describe_machine", "file_system_of"]
 
+_PEERS = ("safetensors", "torch-checkpointing", "torchsnapshot", "orbax-checkpoint")
+
 
 @dataclass(frozen=True)
 class Machine:
-    """Everything that figures from two runs must share to be compared."""
+    """Everything that figures from two runs must share to be compared.
+
+    Attributes:
+        peers: Versions of those that holdfast is compared with besides torch, as far as they are installed.
+    """
 
     date: str
     command: str
@@ -29,6 +35,7 @@ class Machine:
     memory_gib: float
     file_system: str
     kernel: str
+    peers: dict[str, str] = field(default_factory=dict)
 
 
 def describe_machine(folder: Path, command: list[str]) -> Machine:
@@ -45,6 +52,7 @@ def describe_machine(folder: Path, command: list[str]) -> Machine:
         memory_gib=round(int(_field("/proc/meminfo", "MemTotal", "0").split()[0]) / (1 << 20), 1),
         file_system=file_system_of(folder),
         kernel=f"{platform.system()} {platform.release()}",
+        peers={name: found for name in _PEERS if (found := _version(name)) != "none"},
     )
 
 

@@ -55,7 +55,6 @@ def restart_cases(scale: float) -> list[Case]:
             "after a save returns, all files and folders of those that are not holdfast are synced on the "
             "clock; loads fill tensors that exist already, so what others return is copied into those on the "
             "clock; a second load follows a cold one, in another process; only holdfast compares checksums",
-            sides=(*SIDES, *PEERS),
         ),
         Case(
             "slow",

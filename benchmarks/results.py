@@ -36,7 +36,8 @@ class Row:
         samples: Of every side that was measured, the first ones being those of ``SIDES``.
         ratio: Their best by our best: so many times are we as good. Theirs is torch's, unless the goal names
             others; of the middle rounds, where the goal says so. None for memory and pages: what counts there
-            is the bound, and either side may be next to zero. None as well if no other was measured.
+            is the bound, and either side may be next to zero. None as well if no other was measured, or
+            we took nothing.
         ratios: The same for each round by itself. The turns of a round stand next to each other in time, so
             that their ratio is what the machine's other work disturbs least.
         met: Whether the goal is reached; None without a goal, or without anybody to compare with.
@@ -58,7 +59,7 @@ class Row:
         goal = quantity.goal or Goal()
         others = [side for side in goal.against if side in samples]
         ratio, ratios = None, []
-        if quantity.unit not in _WITHOUT_RATIO and others:
+        if quantity.unit not in _WITHOUT_RATIO and others and spread[SIDES[0]].min > 0:
             shown = {side: found.median if goal.typically else found.min for side, found in spread.items()}
             ratio = min(shown[side] for side in others) / shown[SIDES[0]]
             theirs = map(min, zip(*(samples[side] for side in others), strict=True))

@@ -28,8 +28,9 @@ def _setting(results: Results) -> list[str]:
     machine = results.machine
     highest = max([results.load_average_before, *(max(case.load_average) for case in results.cases)])
     others = max((case.others for case in results.cases if case.others is not None), default=0.0)
+    peers = "".join(f"{name} {found}, " for name, found in machine.peers.items())
     made_of = (
-        f"holdfast {machine.holdfast}, torch {machine.torch}, zstandard {machine.zstandard}, "
+        f"holdfast {machine.holdfast}, torch {machine.torch}, {peers}zstandard {machine.zstandard}, "
         f"Python {machine.python}; {machine.cores} cores ({machine.cpu}), {machine.memory_gib:g} GiB of "
         f"memory, {machine.file_system}, {machine.kernel}."
     )

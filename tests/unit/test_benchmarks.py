@@ -44,6 +44,7 @@ def results_of(*cases: CaseResult, scale: float = 1, load: float = 0.5) -> Resul
         memory_gib=16,
         file_system="ext4",
         kernel="Linux 6",
+        peers={"safetensors": "0.8"},
     )
     return Results(machine, scale, list(cases), load)
 
@@ -101,6 +102,21 @@ def test_a_ratio_goal_is_reached_from_the_goal_on(theirs: float, met: bool) -> N
 @pytest.mark.parametrize(("worst", "met"), [(256.0, True), (257.0, False)])
 def test_an_upper_bound_must_hold_in_the_worst_round(worst: float, met: bool) -> None:
     assert row([1, worst], [5, 5], Quantity("load", "MiB", Goal(at_most=256))).met is met
+
+
+def test_a_goal_may_be_to_stay_near_the_best_of_named_peers() -> None:
+    near = Quantity("load", "s", Goal(within=1.5, against=("x", "y")))
+    samples = {"holdfast": [3.0, 4.0], "torch": [90.0, 90.0], "x": [2.0, 9.0], "y": [5.0, 4.0]}
+    found = Row.of(near, samples)
+    assert (found.ratio, found.ratios, found.met) == (2 / 3, [2 / 3, 1], True)
+    assert Row.of(near, {**samples, "x": [1.9, 9.0]}).met is False
+    absent = row([1], [1], near)
+    assert (absent.ratio, absent.met) == (None, None)
+
+
+def test_a_goal_may_compare_the_middle_rounds() -> None:
+    usual = Quantity("lost", "s", Goal(times=3, typically=True))
+    assert row([1, 2, 30], [1, 6, 7], usual).ratio == 3
 
 
 def test_without_a_goal_nothing_is_reached_or_missed() -> None:
@@ -204,6 +220,18 @@ def test_bytes_are_shown_whole_with_their_ratio() -> None:
     assert "| message | 1,234 bytes | 2,468 bytes | 2.00x |  | at most 2000 bytes: reached |" in text
 
 
+def test_everybody_has_a_line_in_a_second_table_also_who_is_absent() -> None:
+    near = Quantity("hot load", "s", Goal(within=1.5, against=("x",)))
+    samples = {"holdfast": [2.0], "torch": [9.0], "x": [1.0]}
+    case = CaseResult("c", "t", [Row.of(near, samples)], absent={"y": "not installed"})
+    text = render(results_of(case))
+    assert "| hot load | 2.000 s | 9.000 s | 0.50x of x |  | at most 1.5 times x: **missed** |" in text
+    assert "| x | 1.000 s (0.50x) |" in text
+    assert "| y | not installed |" in text
+    unknown = row([1], [1], near)
+    assert "at most 1.5 times x: not measured" in render(results_of(CaseResult("c", "t", [unknown])))
+
+
 def test_skipped_and_failed_cases_give_their_reason() -> None:
     text = render(
         results_of(CaseResult("x", "t", skipped="no right"), CaseResult("y", "t", failed="status 1"))
@@ -214,7 +242,15 @@ def test_skipped_and_failed_cases_give_their_reason() -> None:
 
 def test_the_table_says_what_it_was_measured_on_and_whether_the_machine_was_busy() -> None:
     quiet = render(results_of(CaseResult("x", "t", note="a note", load_average=(0.2, 1.75), others=0.25)))
-    for fact in ("2030-01-02", "--only x", "torch 2.13.0", "Python 3.12.1", "ext4", "1.75", "0.25 cores"):
+    for fact in (
+        "2030-01-02",
+        "--only x",
+        "torch 2.13.0, safetensors 0.8",
+        "Python 3.12.1",
+        "ext4",
+        "1.75",
+        "0.25 cores",
+    ):
         assert fact in quiet
     assert "- `x`: a note." in quiet
     assert "busy with other work" not in quiet
