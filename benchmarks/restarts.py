@@ -4,6 +4,7 @@ One compares holdfast with everybody on a fast disk, one holdfast with stock tor
 """
 
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal
@@ -76,13 +77,10 @@ def _quantities(goals: Mapping[str, Goal | None]) -> tuple[Quantity, ...]:
 
 def _run_everybody(job: Job, nbytes: int) -> Samples:
     drop_caches()  # so that the case is skipped before the first save where that is impossible
-    sides = list(SIDES)
     for side in PEERS:
         reason = why_absent(side, job.folder)
         if reason:
             job.absent[side] = reason
-        else:
-            sides.append(side)
 
     def act(side: str) -> dict[str, float]:
         folder = job.folder / "checkpoint"
@@ -98,7 +96,7 @@ def _run_everybody(job: Job, nbytes: int) -> Samples:
         found[_SECOND] = run_apart(side, "load", folder, nbytes)
         return found
 
-    return _take_turns(job, sides, act)
+    return _take_turns(job, (*SIDES, *PEERS), act)
 
 
 def _run_slow(job: Job, nbytes: int) -> Samples:
@@ -119,12 +117,24 @@ def _run_slow(job: Job, nbytes: int) -> Samples:
 
 def _take_turns(job: Job, sides: Sequence[str], act: Callable[[str], dict[str, float]]) -> Samples:
     def act_and_clean(side: str) -> dict[str, float]:
+        if side in job.absent:
+            return {}
         try:
             return act(side)
+        except subprocess.CalledProcessError as error:
+            if side in SIDES:
+                raise
+            # One of the others that fails takes no figures from the rest.
+            job.absent[side] = f"a process of it ended with status {error.returncode}"
+            return {}
         finally:
             shutil.rmtree(job.folder / "checkpoint", ignore_errors=True)
 
-    return interleave(sides, act_and_clean, rounds=job.rounds, name_of=str, say=job.say)
+    samples = interleave(sides, act_and_clean, rounds=job.rounds, name_of=str, say=job.say)
+    return {
+        quantity: {side: numbers for side, numbers in of_sides.items() if side not in job.absent}
+        for quantity, of_sides in samples.items()
+    }
 
 
 @contextmanager

@@ -1,14 +1,16 @@
 """What the benchmark compares with and what it limits: peers, control groups, the page cache, ranks."""
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import cgroups, peers
+from benchmarks import cgroups, peers, restarts
 from benchmarks.apart import run_apart
-from benchmarks.case import SIDES, SkippedError
+from benchmarks.case import SIDES, Job, SkippedError
 from benchmarks.neighbour import cached_share
+from benchmarks.results import rows_of
 from benchmarks.worker import run_case
 
 MIB = 1 << 20
@@ -100,6 +102,35 @@ def test_the_page_cache_tells_which_pages_it_has(tmp_path: Path) -> None:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     assert cached_share(files) == pytest.approx(0.5, abs=0.05)
+
+
+# Everybody
+
+
+def test_a_peer_that_fails_is_absent_and_takes_no_figures_from_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def run(side: str, operation: str, folder: Path, nbytes: int) -> float:
+        calls.append(side)
+        folder.mkdir(exist_ok=True)
+        if side == "torch.save" and operation == "cold" and calls.count("torch.save") > 5:
+            raise subprocess.CalledProcessError(3, ["python", side, operation, str(folder), str(nbytes)])
+        return 0.5 if side == peers.UNCHECKED else 1.0
+
+    monkeypatch.setattr(restarts, "run_apart", run)
+    monkeypatch.setattr(restarts, "drop_caches", lambda: None)
+    monkeypatch.setattr(restarts, "why_absent", lambda side, _: None if side == "torch.save" else "no")
+    (case,) = [case for case in restarts.restart_cases(0.001) if case.name == "everybody"]
+    job = Job(tmp_path, 3, lambda _line: None)
+    samples = case.run(job)
+    assert [row.quantity for row in rows_of(case.quantities, samples)] == list(samples)
+    assert all(set(of_sides) == set(SIDES) for of_sides in samples.values())
+    assert samples["hot load, holdfast not checking"] == {"holdfast": [0.5] * 3, "torch": [1.0] * 3}
+    assert job.absent["torch.save"] == "a process of it ended with status 3"
+    assert job.absent["orbax"] == "no"
+    assert list(tmp_path.iterdir()) == []
 
 
 # Processes
