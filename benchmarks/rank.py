@@ -4,12 +4,9 @@
 JSON.
 """
 
-import gc
 import json
-import os
 import shutil
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +21,7 @@ from benchmarks.case import Job, Samples, interleave
 from benchmarks.ranks import DISK_READS, RANKS, Layout, RankCase, rank_contents
 from benchmarks.sides import Side, both_sides
 from benchmarks.states import Tensors
-from benchmarks.turns import drop_caches, read_through
+from benchmarks.turns import drop_caches, read_through, seconds_of
 
 __all__ = ["measure"]
 
@@ -34,7 +31,7 @@ _DIMENSIONS: dict[Layout, int] = {"rows": 0, "columns": 1}
 def measure(case: RankCase, job: Job) -> Samples:
     """What this rank measures; all ranks call it at once."""
     mesh = init_device_mesh("cpu", (RANKS,))
-    sides = both_sides(alone=False)
+    sides = both_sides(together=True)
     held = _held(case.contents, case.saved, mesh)
     target = held if case.saved == case.loaded else _held(case.contents, case.loaded, mesh)
     for side in sides:
@@ -51,12 +48,12 @@ def measure(case: RankCase, job: Job) -> Samples:
         found = {}
         if case.kind == "both":
             _by_the_first(lambda: shutil.rmtree(folder, ignore_errors=True))
-            found["save"] = _seconds_together(lambda: side.save(held, folder))
+            found["save"] = _slowest_of(lambda: side.save(held, folder))
         _by_the_first(drop_caches if case.kind == "cold" else lambda: read_through(folder))
         for value in target.values():
             _local(value).zero_()
         before = _bytes_from_disk()
-        found["load"] = _seconds_together(lambda: side.load(target, folder))
+        found["load"] = _slowest_of(lambda: side.load(target, folder))
         read = torch.tensor(_bytes_from_disk() - before)
         _check(case.contents, case.loaded, target)
         if case.kind == "cold":
@@ -103,15 +100,11 @@ def _check(contents: Tensors, layout: Layout, target: dict[str, Any]) -> None:
         assert torch.equal(_local(value).view(torch.int32), wanted), f"{key} was loaded wrong"
 
 
-def _seconds_together(work: Callable[[], object]) -> float:
-    """From the moment when all ranks are ready until all are done."""
-    gc.collect()
-    os.sync()
-    dist.barrier()
-    start = time.perf_counter()
-    work()
-    dist.barrier()
-    return time.perf_counter() - start
+def _slowest_of(work: Callable[[], object]) -> float:
+    """How long the slowest rank takes for its part; all begin together."""
+    seconds = torch.tensor(seconds_of(work, dist.barrier))
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
 
 
 def _by_the_first(work: Callable[[], object]) -> None:

@@ -52,22 +52,22 @@ class Side:
         shutil.rmtree(place)
 
 
-def both_sides(*, zstd: bool = False, alone: bool = True) -> tuple[Side, Side]:
+def both_sides(*, zstd: bool = False, together: bool = False) -> tuple[Side, Side]:
     """Both, in the order of ``case.SIDES``.
 
     Args:
         zstd: Each compresses by its own extension.
-        alone: Each saves and loads in this process alone, and not with all ranks of its process group.
+        together: The ranks of the process group save and load together; otherwise each process alone.
     """
-    theirs = _ALONE if alone else {}
+    alone = {} if together else _ALONE
 
     def save_ours(state: dict[str, Any], folder: Path) -> object:
         extensions = [holdfast.extension.ZStandard()] if zstd else None
         writer = holdfast.FileSystemWriter(folder, _extensions=extensions)
-        return holdfast.save(state, storage_writer=writer, no_dist=alone)
+        return holdfast.save(state, storage_writer=writer, no_dist=not together)
 
     def load_ours(state: dict[str, Any], folder: Path) -> None:
-        holdfast.load(state, checkpoint_id=folder, no_dist=alone)
+        holdfast.load(state, checkpoint_id=folder, no_dist=not together)
 
     def save_theirs(state: dict[str, Any], folder: Path) -> object:
         options: dict[str, Any] = {}
@@ -77,9 +77,9 @@ def both_sides(*, zstd: bool = False, alone: bool = True) -> tuple[Side, Side]:
 
             options["_extensions"] = [ZStandard()]
         writer = stock_files.FileSystemWriter(folder, **options)
-        return stock_saver.save(state, storage_writer=writer, **theirs)
+        return stock_saver.save(state, storage_writer=writer, **alone)
 
     def load_theirs(state: dict[str, Any], folder: Path) -> None:
-        stock_loader.load(state, checkpoint_id=folder, **theirs)
+        stock_loader.load(state, checkpoint_id=folder, **alone)
 
     return Side("holdfast", save_ours, load_ours), Side("torch", save_theirs, load_theirs)

@@ -145,7 +145,7 @@ def test_a_save_and_a_load_in_processes_of_their_own(tmp_path: Path) -> None:
 # Stock torch warns of its own deprecated calls.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["ranks-small", "ranks-reshard", "neighbour"])
+@pytest.mark.parametrize("name", ["dtensors", "ranks-reshard", "neighbour"])
 def test_a_case_of_several_processes_measures_both_sides(name: str, tmp_path: Path) -> None:
     found = run_case(name, 0.0005, 1, tmp_path)
     if name != "neighbour" or "skipped" not in found:  # not everybody may make control groups
