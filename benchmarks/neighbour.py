@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.apart import run_apart
-from benchmarks.case import SIDES, Case, Goal, Job, Quantity, Samples, interleave
+from benchmarks.case import SIDES, Case, Goal, Job, Quantity, Samples, SkippedError, interleave
 from benchmarks.cgroups import limited_memory
 from benchmarks.states import MIB, bulk
 from benchmarks.turns import read_through
@@ -58,10 +58,12 @@ def _run(job: Job, nbytes: int, hot: int, limit: int) -> Samples:
         for path in files.iterdir():
             _forget(path)
         subprocess.run([sys.executable, "-m", "benchmarks.neighbour", str(files)], check=True)
-        before = cached_share(files)
+        before, drops = cached_share(files), _cache_drops()
         run_apart(side, "save", job.folder / "checkpoint", nbytes)
         after = cached_share(files)
         shutil.rmtree(job.folder / "checkpoint")
+        if _cache_drops() != drops:
+            raise SkippedError("somebody else made the page cache forget all files meanwhile")
         return {"pages pushed out per page": max(0.0, 1 - after / before)}
 
     with limited_memory(limit):
@@ -85,6 +87,12 @@ def cached_share(folder: Path) -> float:
         cached += sum(page & 1 for page in bytes(pages))
         total += len(pages)
     return cached / total
+
+
+def _cache_drops() -> int:
+    """How often somebody has let the page cache forget all files, since the machine started."""
+    lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith("drop_pagecache ")), 0)
 
 
 def _forget(path: Path) -> None:
