@@ -1,15 +1,16 @@
 """What the benchmark compares with and what it limits: peers, control groups, the page cache, ranks."""
 
+import contextlib
+import itertools
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import cgroups, peers, restarts
+from benchmarks import cgroups, neighbour, peers, restarts
 from benchmarks.apart import run_apart
 from benchmarks.case import SIDES, Job, SkippedError
-from benchmarks.neighbour import cached_share
 from benchmarks.results import rows_of
 from benchmarks.worker import run_case
 
@@ -97,11 +98,11 @@ def test_the_page_cache_tells_which_pages_it_has(tmp_path: Path) -> None:
     files.mkdir()
     for number in range(2):
         (files / str(number)).write_bytes(bytes(MIB))
-    assert cached_share(files) == 1
+    assert neighbour.cached_share(files) == 1
     with (files / "0").open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    assert cached_share(files) == pytest.approx(0.5, abs=0.05)
+    assert neighbour.cached_share(files) == pytest.approx(0.5, abs=0.05)
 
 
 # Everybody
@@ -131,6 +132,19 @@ def test_a_peer_that_fails_is_absent_and_takes_no_figures_from_the_others(
     assert job.absent["torch.save"] == "a process of it ended with status 3"
     assert job.absent["orbax"] == "no"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_pages_that_somebody_else_pushed_out_are_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drops = itertools.count()
+    monkeypatch.setattr(neighbour, "_cache_drops", lambda: next(drops))
+    monkeypatch.setattr(neighbour, "limited_memory", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(neighbour, "run_apart", lambda _side, _save, folder, _nbytes: folder.mkdir())
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: neighbour.read_through(tmp_path / "files"))
+    (case,) = neighbour.neighbour_cases(0.001)
+    with pytest.raises(SkippedError, match="somebody else"):
+        case.run(Job(tmp_path, 1, lambda _line: None))
 
 
 # Processes
