@@ -4,7 +4,6 @@ from benchmarks.async_save import async_save_cases
 from benchmarks.bulk import bulk_cases
 from benchmarks.case import Case
 from benchmarks.compressed import compressed_cases
-from benchmarks.dtensors import dtensor_cases
 from benchmarks.memory import memory_cases
 from benchmarks.neighbour import neighbour_cases
 from benchmarks.one_slice import slice_cases
@@ -24,7 +23,6 @@ def all_cases(scale: float) -> list[Case]:
         restart_cases,
         neighbour_cases,
         small_cases,
-        dtensor_cases,
         slice_cases,
         rank_cases,
         compressed_cases,

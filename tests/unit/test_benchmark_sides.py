@@ -12,6 +12,7 @@ from benchmarks import cgroups, neighbour, peers, restarts
 from benchmarks.apart import run_apart
 from benchmarks.case import SIDES, Job, SkippedError
 from benchmarks.results import rows_of
+from benchmarks.turns import read_through
 from benchmarks.worker import run_case
 
 MIB = 1 << 20
@@ -141,7 +142,7 @@ def test_pages_that_somebody_else_pushed_out_are_not_counted(
     monkeypatch.setattr(neighbour, "_cache_drops", lambda: next(drops))
     monkeypatch.setattr(neighbour, "limited_memory", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(neighbour, "run_apart", lambda _side, _save, folder, _nbytes: folder.mkdir())
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: neighbour.read_through(tmp_path / "files"))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: read_through(tmp_path / "files"))
     (case,) = neighbour.neighbour_cases(0.001)
     with pytest.raises(SkippedError, match="somebody else"):
         case.run(Job(tmp_path, 1, lambda _line: None))
@@ -159,7 +160,7 @@ def test_a_save_and_a_load_in_processes_of_their_own(tmp_path: Path) -> None:
 # Stock torch warns of its own deprecated calls.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["dtensors", "ranks-reshard", "neighbour"])
+@pytest.mark.parametrize("name", ["ranks-reshard", "neighbour"])
 def test_a_case_of_several_processes_measures_both_sides(name: str, tmp_path: Path) -> None:
     found = run_case(name, 0.0005, 1, tmp_path)
     if name != "neighbour" or "skipped" not in found:  # not everybody may make control groups
