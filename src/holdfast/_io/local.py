@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
@@ -16,8 +17,9 @@ from holdfast._io.local_calls import flush_to_disk, naming, write_fully
 from holdfast._io.local_claim import claim_folder
 from holdfast._io.local_reader import LocalReader
 from holdfast._io.local_writer import LocalWriter
-from holdfast._io.page_cache import PageCache, check_page_cache
-from holdfast._io.store import ByteStore, Claim, check_name, taken_name
+from holdfast._io.page_cache import PageCache, check_page_cache, room
+from holdfast._io.process_identity import this_process
+from holdfast._io.store import ByteStore, CacheRoom, Claim, check_name, taken_name
 from holdfast._io.streams import byte_view
 from holdfast._io.write_back import BufferOutput
 from holdfast.errors import CheckpointNotFoundError, NotAFolderError, StorageError, UnsafeMetadataError
@@ -107,6 +109,22 @@ class LocalStore(ByteStore):
         """Take note of how much will be read or written; see FileSource."""
         self._expected = max(self._expected, nbytes)
         self._cold.expect(nbytes)
+
+    def cache_room(self) -> CacheRoom | None:
+        """The page cache: one for all processes of a machine that see the very same folder."""
+        boot = this_process().boot
+        try:
+            found = os.stat(self._folder)
+        except OSError:
+            return None
+        if not boot or self._cold.choice == "bypass":
+            return None
+        nbytes = sys.maxsize if self._cold.choice == "keep" else room()
+        return CacheRoom(f"{boot} {found.st_dev} {found.st_ino}", nbytes)
+
+    def through_cache(self) -> "LocalStore":
+        """The same folder, with cold reads through the page cache."""
+        return LocalStore(self._folder, page_cache="keep")
 
     def replace(self, name: str, *pieces: Buffer, durable: bool = True) -> None:
         """Put the pieces under ``name`` in one atomic step; see ByteStore."""
