@@ -22,12 +22,19 @@ from holdfast._io.process_identity import this_process
 from holdfast._io.store import ByteStore, CacheRoom, Claim, check_name, taken_name
 from holdfast._io.streams import byte_view
 from holdfast._io.write_back import BufferOutput
-from holdfast.errors import CheckpointNotFoundError, NotAFolderError, StorageError, UnsafeMetadataError
+from holdfast.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    NotAFolderError,
+    StorageError,
+    UnsafeMetadataError,
+)
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a named pipe that somebody planted would wait for ever.
 _OLD = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _MOST_ENTRIES, _MOST_FOLDERS = 10_000, 1_000
+_LOOKED_AT = 16
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -110,17 +117,25 @@ class LocalStore(ByteStore):
         self._expected = max(self._expected, nbytes)
         self._cold.expect(nbytes)
 
-    def cache_room(self) -> CacheRoom | None:
+    def cache_room(self, names: Iterable[str]) -> CacheRoom | None:
         """The page cache: one for all processes of a machine that see the very same folder."""
         boot = this_process().boot
         try:
             found = os.stat(self._folder)
-        except OSError:
-            return None
-        if not boot or self._cold.choice == "bypass":
-            return None
-        nbytes = sys.maxsize if self._cold.choice == "keep" else room()
-        return CacheRoom(f"{boot} {found.st_dev} {found.st_ino}", nbytes)
+            if not boot or self._cold.choice == "bypass":
+                return None
+            is_endless = self._cold.choice == "keep" or self._is_hot(names)
+        except (OSError, CheckpointError):
+            return None  # the read will say what is wrong
+        return CacheRoom(f"{boot} {found.st_dev} {found.st_ino}", sys.maxsize if is_endless else room())
+
+    def _is_hot(self, names: Iterable[str]) -> bool:
+        """Whether files seem to be in the page cache: a look at some of them."""
+        for name in sorted(names)[:_LOOKED_AT]:
+            with self.open(name) as file:
+                if not file.is_hot():
+                    return False
+        return True
 
     def through_cache(self) -> "LocalStore":
         """The same folder, with cold reads through the page cache."""

@@ -138,8 +138,12 @@ class FileSource(ABC):
         What stays in the memory of this machine may depend on it.
         """
 
-    def cache_room(self) -> CacheRoom | None:
-        """Where processes of one machine find what one of them has read; None if they do not."""
+    def cache_room(self, names: Iterable[str]) -> CacheRoom | None:  # noqa: ARG002 - for stores that have one
+        """Where processes of one machine find what one of them has read; None if they do not.
+
+        Args:
+            names: The files that will be read. What is in memory already needs no room.
+        """
         return None
 
     def through_cache(self) -> "FileSource":

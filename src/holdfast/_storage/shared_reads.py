@@ -59,7 +59,7 @@ def read_together(
             columns = columns_in(plan, places)
             if columns is not None and places is not None:
                 names = _Names(columns, places, planner)
-        return None if names is None else Offer(*names.offer(), store.cache_room())
+        return None if names is None else Offer(*names.offer(), store.cache_room(names.files()))
 
     groups, in_cache, nbytes = exchange.decide("share reads", offer, find_groups)
     assert plan is not None
@@ -105,6 +105,13 @@ class _Names:
         """The names, and about how many bytes each stands for."""
         nbytes = [self.nbytes(number) for number in self.lines.values()]
         return array("q", self.lines).tobytes(), array("q", nbytes).tobytes()
+
+    def files(self) -> set[str]:
+        """The files that are read."""
+        files = self.places.files
+        return {
+            self.places.manifest.file_names[number] for number in {files[row] for row in self.columns.rows}
+        }
 
     def in_order(self, names: Sequence[int]) -> list[int]:
         """The lines of those names in the order of the manifest's rows: the same on every member."""
