@@ -144,8 +144,9 @@ class FileSystemReader(_OfFileSystem, StoreReader):
         memory_budget: The most bytes of memory taken besides the state.
         verify: Compare checksums. False finds no damage.
         allow_pickle: Let planner data in the metadata be unpickled freely, running what code it holds.
-        share_reads: Let one rank read what several need, and pass it on: storage is asked for each byte
-            once. False: each rank reads what it needs, which is faster where storage is as fast as memory.
+        share_reads: Ask storage once for what several ranks need. Ranks of one machine find in its page cache
+            what one of them has read; otherwise the rank that reads passes it on. False: each rank reads
+            what it needs, whatever others do.
         page_cache: What large reads leave in the memory of the machine. ``"keep"``: what was read, so that
             the next load of the same checkpoint reads from memory. ``"bypass"``: nothing. ``"auto"``: as
             "keep", unless memory (of the machine and of the process's cgroup) has no room for twice as much,

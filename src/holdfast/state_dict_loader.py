@@ -10,7 +10,6 @@ from typing_extensions import deprecated
 
 from holdfast._background.running_saves import running_saves
 from holdfast._call_arguments import checked_call
-from holdfast._collector import paused_collector
 from holdfast._engine.adapt import adapt_load_planner, adapt_reader
 from holdfast._engine.load import run_load
 from holdfast._engine.load_into import load_into
@@ -28,7 +27,6 @@ from holdfast.storage import StorageReader
 __all__ = ["load", "load_state_dict"]
 
 
-@paused_collector()
 @checked_call("storage_reader")
 def load(
     state_dict: dict[str, Any] | Stateful,

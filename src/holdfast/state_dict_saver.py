@@ -18,7 +18,6 @@ from holdfast._background.save_thread import SaveThread
 from holdfast._background.shutdown import prepare_for_shutdown, set_grace_period
 from holdfast._background.staged_copy import CopySource, stager_keys, take_copy
 from holdfast._call_arguments import checked_call
-from holdfast._collector import paused_collector
 from holdfast._engine.adapt import adapt_save_planner, adapt_writer, stages_itself
 from holdfast._engine.save import run_save
 from holdfast._engine.stateful_objects import open_states
@@ -52,7 +51,6 @@ WhenBusy: TypeAlias = Literal["wait", "skip", "raise"]
 """What ``async_save`` does while an earlier one is not done."""
 
 
-@paused_collector()
 @checked_call("storage_writer")
 def save(
     state_dict: STATE_DICT_TYPE | Stateful,  # type: ignore[type-arg]

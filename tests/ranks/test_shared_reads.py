@@ -1,4 +1,8 @@
-"""What several ranks need is read from storage once, and arrives bit for bit on all of them."""
+"""What several ranks need is read from storage once, and arrives bit for bit on all of them.
+
+Ranks of one machine find it in the page cache. If they may not use that, they pass it on to each other, as
+ranks of different machines do.
+"""
 
 import os
 from pathlib import Path
@@ -7,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.cached import forget, read_from_disk
 from tests.support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import holdfast as hf
+from holdfast._io import cold_reads, local
 from holdfast.extension import ZStandard
 
 KIB = 1 << 10
@@ -52,40 +58,40 @@ def is_same(state: dict[str, Any]) -> bool:
     )
 
 
-def load_everything(folder: str) -> dict[str, Any]:
+def load_past_the_page_cache(folder: str) -> dict[str, Any]:
     rank = dist.get_rank()
     found: dict[str, Any] = {}
     # Whatever is imported on the first use counts as read, too.
-    hf.load(blank(rank), checkpoint_id=f"{folder}/zstd", cast=True)
-    hf.load(blank(rank), checkpoint_id=f"{folder}/torch", cast=True)
+    hf.load(blank(rank), checkpoint_id=f"{folder}/zstd", cast=True, page_cache="bypass")
+    hf.load(blank(rank), checkpoint_id=f"{folder}/torch", cast=True, page_cache="bypass")
     for name in ("plain", "zstd", "torch"):
         # How torch's items are read depends on where they go: only ranks that are alike read them together.
         state = blank(0 if name == "torch" else rank)
         before = read_by_this_process()
-        hf.load(state, checkpoint_id=f"{folder}/{name}", cast=True)
+        hf.load(state, checkpoint_id=f"{folder}/{name}", cast=True, page_cache="bypass")
         found[name] = (read_by_this_process() - before, is_same(state))
     state = blank(rank)
     before = read_by_this_process()
-    reader = hf.FileSystemReader(f"{folder}/plain", share_reads=rank != 3)
+    reader = hf.FileSystemReader(f"{folder}/plain", share_reads=rank != 3, page_cache="bypass")
     hf.load(state, storage_reader=reader, cast=True)
     found["one for itself"] = (read_by_this_process() - before, is_same(state))
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2))
     whole = many()["large"]
     weight = distribute_tensor(torch.zeros_like(whole), mesh, [Replicate(), Shard(0)])
     before = read_by_this_process()
-    hf.load({"large": weight}, checkpoint_id=f"{folder}/plain", strict=False)
+    hf.load({"large": weight}, checkpoint_id=f"{folder}/plain", strict=False, page_cache="bypass")
     rows = whole.chunk(2)[mesh.get_coordinate()[1]]  # type: ignore[index]
     found["halves"] = (read_by_this_process() - before, torch.equal(weight.to_local(), rows))
     damaged = f"{folder}/damaged"
     try:
-        hf.load(blank(rank), checkpoint_id=damaged, cast=True)
+        hf.load(blank(rank), checkpoint_id=damaged, cast=True, page_cache="bypass")
     except hf.errors.ChecksumError as error:
         found["damaged"] = str(error)
     return found
 
 
 @pytest.mark.slow
-def test_each_byte_that_ranks_need_is_read_once_and_arrives_everywhere(tmp_path: Path) -> None:
+def test_each_byte_that_ranks_need_is_read_by_one_and_passed_on_to_all(tmp_path: Path) -> None:
     from tests.support.stock_torch import stock_save  # noqa: PLC0415 - ranks need it not
 
     state = many()
@@ -97,7 +103,7 @@ def test_each_byte_that_ranks_need_is_read_once_and_arrives_everywhere(tmp_path:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    outcome = run_ranks(load_everything, RANKS, str(tmp_path))
+    outcome = run_ranks(load_past_the_page_cache, RANKS, str(tmp_path))
     assert [kind for kind, _ in outcome] == ["returned"] * RANKS, "\n".join(
         str(found) for _, found in outcome
     )
@@ -114,3 +120,46 @@ def test_each_byte_that_ranks_need_is_read_once_and_arrives_everywhere(tmp_path:
     # A block that both halves have a part of is read for each of them, to be checked.
     assert sum(found["halves"][0] for found in results) < 1200 * 1024 * 4 + 2 * 1024 * KIB
     assert all("large" in found["damaged"] for found in results)
+
+
+def bulk() -> torch.Tensor:
+    return torch.arange(6 << 20).view(3072, 2048)
+
+
+def load_through_the_page_cache(folder: str) -> dict[str, tuple[int, int, bool]]:
+    """What each load has read from the disk and in all, and whether it is right."""
+    rank, found = dist.get_rank(), {}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    # A device that is faster than copying is read past the page cache, but not what other ranks need, too.
+    cold_reads._devices[os.stat(folder).st_dev] = cold_reads._Device(1 << 30, worked=1.0, passed=1.0)
+    for name in ("whole", "columns", "hot without room", "cold without room"):
+        placement = Shard(1) if name == "columns" else Replicate()
+        target = distribute_tensor(torch.zeros_like(bulk()), mesh, [placement])
+        if rank == 0 and "hot" not in name:
+            forget(Path(folder))
+        if "without room" in name:
+            vars(local)["room"] = lambda: 0
+        dist.barrier()
+        on_disk, in_all = read_from_disk(), read_by_this_process()
+        hf.load({"bulk": target}, checkpoint_id=folder)
+        share = bulk().chunk(dist.get_world_size(), 1)[rank] if name == "columns" else bulk()
+        is_right = torch.equal(target.to_local(), share)
+        found[name] = (read_from_disk() - on_disk, read_by_this_process() - in_all, is_right)
+        dist.barrier()
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_of_one_machine_read_each_byte_from_the_disk_once_and_send_none(tmp_path: Path) -> None:
+    hf.save({"bulk": bulk()}, checkpoint_id=tmp_path)
+    outcome = run_ranks(load_through_the_page_cache, 2, str(tmp_path))
+    assert [kind for kind, _ in outcome] == ["returned"] * 2, outcome
+    nbytes = bulk().nbytes
+    for name in outcome[0][1]:
+        on_disk, in_all, is_right = zip(*(found[name] for _, found in outcome), strict=True)
+        assert all(is_right), name
+        assert sum(on_disk) <= 1.1 * nbytes, name
+        if name == "cold without room":
+            assert sum(in_all) <= 1.1 * nbytes, name  # what one has read is sent to the other
+        else:
+            assert min(in_all) >= nbytes, name

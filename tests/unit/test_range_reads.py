@@ -318,3 +318,53 @@ def read_all(folder: Path, state: dict[str, Any], progress: ProgressTracker) -> 
         verify=True,
         progress=progress,
     )
+
+
+@pytest.fixture(scope="module")
+def odd_rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.Tensor, Path]:
+    """20 MiB in rows of which no number fills a block."""
+    tensor = torch.arange(3 * 500 * 3501, dtype=torch.int32).view(3, 500, 3501)
+    folder = tmp_path_factory.mktemp("odd rows")
+    save_raw({"weight": tensor}, folder)
+    return tensor, folder
+
+
+COLUMNS = [(slice(0, 3), slice(0, 500), slice(0, 1)), (slice(0, 3), slice(7, 493), slice(3000, 3501))]
+COLUMNS += [(slice(1, 2), slice(0, 500), slice(5, 3500)), (slice(0, 2), slice(250, 500), slice(1750, 1751))]
+
+
+@needs_counter
+@pytest.mark.parametrize("box", COLUMNS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_columns_are_right_and_no_block_is_read_twice(
+    odd_rows: tuple[torch.Tensor, Path], box: tuple[slice, ...], dtype: torch.dtype
+) -> None:
+    tensor, folder = odd_rows
+    wanted = tensor[box]
+    target = torch.zeros(wanted.shape, dtype=dtype)
+    offsets = tuple(part.start for part in box)
+    read = bytes_read(lambda: load_box(folder, "weight", offsets, target))
+    assert torch.equal(target, wanted.to(dtype))
+    # Neighbouring planes share a block. The metadata is read, too.
+    assert read <= tensor.nbytes + 2 * MIB + 10_000
+
+
+@pytest.mark.parametrize("columns", [1, 300])
+def test_a_flipped_bit_beside_columns_is_found(tmp_path: Path, columns: int) -> None:
+    save_raw({"weight": torch.ones(6000, 301)}, tmp_path)
+    path = next(tmp_path.glob("*.distcp"))
+    with path.open("r+b") as file:
+        file.seek(5 * MIB + 1)
+        byte = file.read(1)[0]
+        file.seek(5 * MIB + 1)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(hf.errors.ChecksumError):
+        load_box(tmp_path, "weight", (0, 1), torch.zeros(6000, columns))
+
+
+def test_columns_that_reach_beyond_what_is_stored_are_refused(tmp_path: Path) -> None:
+    save_raw({"weight": torch.ones(6000, 301)}, tmp_path)
+    with pytest.raises(hf.errors.MetadataFormatError, match="were asked of a payload"):
+        load_box(tmp_path, "weight", (1000, 1), torch.zeros(6000, 7))
+    with pytest.raises(hf.errors.MetadataFormatError, match="were asked of a payload"):
+        load_box(tmp_path, "weight", (7000, 1), torch.zeros(3000, 7))

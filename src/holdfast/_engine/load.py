@@ -4,6 +4,7 @@ import io
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+from holdfast._collector import paused_collector
 from holdfast._context import LoadContext
 from holdfast._engine.checkpoint_metadata import not_a_first_start, read_metadata
 from holdfast._engine.per_rank_values import LoadByRank
@@ -79,6 +80,7 @@ def run_load(
     parts: LoadParts | None = None
     result = LoadResult()
 
+    @paused_collector()
     def need() -> _Need:
         nonlocal by_rank, metadata, parts, result
         rank, world_size = exchange.rank, exchange.group_size
@@ -136,6 +138,7 @@ def _plan(
 ) -> tuple[LoadPlan, bool]:
     """What this rank reads, once all ranks know what they need; and whether that may have been changed."""
 
+    @paused_collector()
     def compare(ranks: list[_Told]) -> None:
         refuse_unfilled([fit for _, fit in ranks])
         warn_of_shared([common for common, _ in ranks], exchange.group_size)
@@ -151,6 +154,7 @@ def _plan(
         exchange.agree("plan", keep_plan, compare)
         return mine[0], False
 
+    @paused_collector()
     def merge(needs: list[_Need]) -> list[LoadPlan]:
         compare([told for _, told in needs])
         plans = planner.plugin.create_global_plan([plan for plan, _ in needs])

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
+from holdfast._collector import paused_collector
 from holdfast._context import SaveContext
 from holdfast._engine.per_rank_values import split_by_rank
 from holdfast._engine.ports import SavePlannerPort, WriterPort
@@ -87,11 +88,13 @@ def _run(
     planned: list[SavePlan] = []
     replicas = Replicas(planner, exchange)
 
+    @paused_collector()
     def make_local_plan() -> SavePlan:
         plan = planner.plugin.create_local_plan()
         cancellation.check()
         return writer.plugin.prepare_local_plan(plan)
 
+    @paused_collector()
     def make_global_plan(plans: list[SavePlan]) -> list[SavePlan]:
         nonlocal metadata, planned
         plans, metadata = planner.plugin.create_global_plan(plans)
@@ -99,6 +102,7 @@ def _run(
         planned = writer.plugin.prepare_global_plan(plans)
         return planned
 
+    @paused_collector()
     def offer() -> tuple[SavePlan, dict[Holders, bytes], str | None]:
         state = split_by_rank(state_dict, planner, rank=exchange.rank, world_size=exchange.group_size)
         planner.set_up(

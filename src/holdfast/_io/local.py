@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
@@ -16,16 +17,24 @@ from holdfast._io.local_calls import flush_to_disk, naming, write_fully
 from holdfast._io.local_claim import claim_folder
 from holdfast._io.local_reader import LocalReader
 from holdfast._io.local_writer import LocalWriter
-from holdfast._io.page_cache import PageCache, check_page_cache
-from holdfast._io.store import ByteStore, Claim, check_name, taken_name
+from holdfast._io.page_cache import PageCache, check_page_cache, room
+from holdfast._io.process_identity import this_process
+from holdfast._io.store import ByteStore, CacheRoom, Claim, check_name, taken_name
 from holdfast._io.streams import byte_view
 from holdfast._io.write_back import BufferOutput
-from holdfast.errors import CheckpointNotFoundError, NotAFolderError, StorageError, UnsafeMetadataError
+from holdfast.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    NotAFolderError,
+    StorageError,
+    UnsafeMetadataError,
+)
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a named pipe that somebody planted would wait for ever.
 _OLD = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _MOST_ENTRIES, _MOST_FOLDERS = 10_000, 1_000
+_LOOKED_AT = 16
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -107,6 +116,30 @@ class LocalStore(ByteStore):
         """Take note of how much will be read or written; see FileSource."""
         self._expected = max(self._expected, nbytes)
         self._cold.expect(nbytes)
+
+    def cache_room(self, names: Iterable[str]) -> CacheRoom | None:
+        """The page cache: one for all processes of a machine that see the very same folder."""
+        boot = this_process().boot
+        try:
+            found = os.stat(self._folder)
+            if not boot or self._cold.choice == "bypass":
+                return None
+            is_endless = self._cold.choice == "keep" or self._is_hot(names)
+        except (OSError, CheckpointError):
+            return None  # the read will say what is wrong
+        return CacheRoom(f"{boot} {found.st_dev} {found.st_ino}", sys.maxsize if is_endless else room())
+
+    def _is_hot(self, names: Iterable[str]) -> bool:
+        """Whether files seem to be in the page cache: a look at some of them."""
+        for name in sorted(names)[:_LOOKED_AT]:
+            with self.open(name) as file:
+                if not file.is_hot():
+                    return False
+        return True
+
+    def through_cache(self) -> "LocalStore":
+        """The same folder, with cold reads through the page cache."""
+        return LocalStore(self._folder, page_cache="keep")
 
     def replace(self, name: str, *pieces: Buffer, durable: bool = True) -> None:
         """Put the pieces under ``name`` in one atomic step; see ByteStore."""

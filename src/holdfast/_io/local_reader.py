@@ -119,6 +119,11 @@ class LocalReader(FileReader):
         finally:
             os.close(fd)
 
+    def is_hot(self) -> bool:
+        """Whether the file seems to be in the page cache; False where that cannot be told."""
+        seems_so = self.nbytes == 0 or (self._direct and self._is_cached(0, self.nbytes))
+        return seems_so and self._direct
+
     def _is_cached(self, offset: int, nbytes: int) -> bool:
         """Whether the span seems to be in the page cache. A wrong guess costs time only."""
         byte = bytearray(1)

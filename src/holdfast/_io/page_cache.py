@@ -26,25 +26,27 @@ def check_page_cache(value: object) -> PageCache:
     return cast("PageCache", value)
 
 
-def room_for(nbytes: int, *, proc: str = "/proc") -> bool:
-    """Whether the page cache may take ``nbytes`` more without pushing out what others use.
+def room(*, proc: str = "/proc") -> int:
+    """How many bytes more the page cache may take without pushing out what others use.
 
-    The rule: twice as much is free; or four times as much is free or in clean pages of files that nobody has
-    used twice lately (``inactive_file``). Both for the machine, and for the memory cgroup of this process and
-    each one above it. A system that does not tell has no room.
+    The rule: half of what is free, or a quarter of what is free or in clean pages of files that nobody has
+    used twice lately (``inactive_file``), whichever is more. That of the machine, or of the memory cgroup of
+    this process or one above it, whichever is least. A system that does not tell has no room.
 
     Args:
-        nbytes: How many bytes are to be cached, by all processes that do so now.
         proc: Where the kernel tells of this process and of the machine.
     """
     try:
         machine = [_field(f"{proc}/meminfo", name) * 1024 for name in ("MemFree:", "Inactive(file):")]
     except (OSError, ValueError):
-        return False
-    return all(
-        free >= _FREE * nbytes or free + clean >= _CLEAN * nbytes
-        for free, clean in [machine, *map(_left_in, _memory_cgroups(proc))]
-    )
+        return 0
+    places = [machine, *map(_left_in, _memory_cgroups(proc))]
+    return max(0, int(min(max(free // _FREE, (free + clean) // _CLEAN) for free, clean in places)))
+
+
+def room_for(nbytes: int, *, proc: str = "/proc") -> bool:
+    """Whether the page cache may take ``nbytes`` more, of all processes that use it now; see ``room``."""
+    return room(proc=proc) >= nbytes
 
 
 def _left_in(folder: str) -> tuple[float, float]:

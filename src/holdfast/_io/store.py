@@ -12,6 +12,7 @@ An error of the operating system leaves as an OSError with errno, strerror and t
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from typing_extensions import Buffer
 
@@ -63,6 +64,18 @@ class StoreTraits:
     read_nbytes: int = 4 << 20
     can_list: bool = True
     lists_sizes: bool = True
+
+
+class CacheRoom(NamedTuple):
+    """The memory in which what one process reads of a place is found by others.
+
+    Attributes:
+        identity: Equal for all processes that find there what one of them has read.
+        nbytes: How much of the place it has room for.
+    """
+
+    identity: str
+    nbytes: int
 
 
 class Claim:
@@ -124,6 +137,18 @@ class FileSource(ABC):
 
         What stays in the memory of this machine may depend on it.
         """
+
+    def cache_room(self, names: Iterable[str]) -> CacheRoom | None:  # noqa: ARG002 - for stores that have one
+        """Where processes of one machine find what one of them has read; None if they do not.
+
+        Args:
+            names: The files that will be read. What is in memory already needs no room.
+        """
+        return None
+
+    def through_cache(self) -> "FileSource":
+        """The same place, read so that all that is read can be found there: only for one with a room."""
+        return self
 
     def read(self, name: str, *, max_bytes: int) -> bytearray:
         """The whole of a small file, in memory that is the caller's.

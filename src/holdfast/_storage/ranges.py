@@ -9,6 +9,7 @@ from holdfast._geometry import row_major_strides, volume
 from holdfast._io.blocks import crc32
 from holdfast._storage.destinations import Destination
 from holdfast._storage.item_reader import Chunk, ItemReader
+from holdfast._storage.strips import StripRead, rows_of
 from holdfast._tensors.host import memory_of
 
 SCRATCH = 32 * 1024 * 1024
@@ -55,6 +56,7 @@ def _ranges_of(
     itemsize: int,
     *,
     run_limit: int | None,
+    block: int,
 ) -> Iterator[ByteRange]:
     """Cut a box of a row-major chunk into pieces to be read.
 
@@ -64,6 +66,8 @@ def _ranges_of(
         lengths: The box's lengths; an empty box has no ranges.
         itemsize: Bytes an element.
         run_limit: The most bytes of a piece that is one run; None if such a piece needs no scratch memory.
+        block: The unit in which bytes are checked, and so read, whatever is wanted of them; 0 if they are
+            not.
     """
     if 0 in lengths:
         return
@@ -78,17 +82,19 @@ def _ranges_of(
         if is_run and (run_limit is None or span <= run_limit):
             yield ByteRange(at, size, first * itemsize, span, is_run=True)
             continue
-        needed = volume(size) * itemsize
-        if not is_run and span <= SCRATCH and span <= max(_WASTE * needed, _ALWAYS_FINE):
+        dimension = next((d for d, n in enumerate(size) if n > 1), None)
+        # If there is no whole block between two rows, all that lies between them is read to be checked.
+        is_read = dimension is not None and strides[dimension] * itemsize <= block
+        most = SCRATCH if is_read else max(_WASTE * volume(size) * itemsize, _ALWAYS_FINE)
+        if not is_run and span <= min(SCRATCH, most):
             yield ByteRange(at, size, first * itemsize, span, is_run=False)
             continue
-        dimension = next((d for d, n in enumerate(size) if n > 1), None)
         if dimension is None:
             # One element, or a run of one dimension: there is nothing left to cut.
             yield ByteRange(at, size, first * itemsize, span, is_run)
             continue
         half = size[dimension] // 2
-        if is_run:
+        if is_run or is_read:
             half = _at_block_boundary(first * itemsize, half, strides[dimension] * itemsize, size[dimension])
         second = (*at[:dimension], at[dimension] + half, *at[dimension + 1 :])
         # The later half first onto the stack, so that ranges come in the order of the file.
@@ -96,8 +102,17 @@ def _ranges_of(
         todo.append((at, (*size[:dimension], half, *size[dimension + 1 :])))
 
 
-def ranges_for(chunk: Chunk, destination: Destination, run_limit: int) -> Iterator[ByteRange]:
-    """The ranges of the box that is wanted of a chunk, in the order of the file."""
+def ranges_for(
+    chunk: Chunk, destination: Destination, run_limit: int, *, is_checked: bool = False
+) -> Iterator[ByteRange]:
+    """The ranges of the box that is wanted of a chunk, in the order of the file.
+
+    Args:
+        chunk: What is stored.
+        destination: Where the box goes.
+        run_limit: The most bytes of a range that is one run.
+        is_checked: Whether every block that a range has a part of is read, to be checked.
+    """
     item = destination.item
     return _ranges_of(
         chunk.shape,
@@ -105,6 +120,7 @@ def ranges_for(chunk: Chunk, destination: Destination, run_limit: int) -> Iterat
         tuple(item.lengths),
         chunk.dtype.itemsize,
         run_limit=run_limit,
+        block=chunk.info.block_size if is_checked else 0,
     )
 
 
@@ -124,6 +140,11 @@ class RangeRead(NamedTuple):
             self.destination.touch()
             self.reader.read(piece.start, memory)
             return 0 if checksum is None else crc32(memory, checksum)
+        as_rows = rows_of(chunk, piece.lengths, piece.start, piece.nbytes) if checksum is None else None
+        if as_rows is not None:
+            parts = self.reader, chunk, self.destination, piece.offsets, piece.lengths
+            StripRead(*parts, as_rows).deliver()
+            return 0
         with self.reader.context.budget.hold(piece.nbytes):
             scratch = torch.empty(piece.nbytes // chunk.dtype.itemsize, dtype=chunk.dtype)
             content = memory_of(scratch)

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 
+from holdfast._collector import paused_collector
 from holdfast._format.names import METADATA, metadata_name, metadata_rank
 from holdfast._io import pool
 from holdfast._io.pool import Budget, Cancellation
@@ -111,15 +112,17 @@ def read_items(
     context = ReadContext(calls, registry, Budget(budget, cancellation), cancellation, verify)
     files: list[SharedFile] = []
     try:
-        requests = sort_by_file(plan, planner, metadata)
+        with paused_collector():
+            requests = sort_by_file(plan, planner, metadata)
         _check_sizes(store, requests)
         store.expect(sum(request.nbytes for request in requests.values()))
         for kind in (_object_jobs, _tensor_jobs):
             jobs: list[Callable[[], None]] = []
-            for name, request in requests.items():
-                file = SharedFile(store, name, progress)
-                files.append(file)
-                jobs += [file.job(work) for work in kind(context, file, request, metadata)]
+            with paused_collector():
+                for name, request in requests.items():
+                    file = SharedFile(store, name, progress)
+                    files.append(file)
+                    jobs += [file.job(work) for work in kind(context, file, request, metadata)]
             pool.run(jobs, threads=threads, cancellation=cancellation)
     except CheckpointNotFoundError as error:
         # A file that was there a moment ago.

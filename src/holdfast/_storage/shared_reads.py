@@ -1,13 +1,10 @@
-"""Which lines of a load several ranks need, and carrying out a plan so that each of them is read once."""
+"""Carrying out a load plan together with other ranks, so that what several of them need is read once."""
 
 import hashlib
 from array import array
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
-
-import torch
 
 from holdfast._io import pool
 from holdfast._io.store import FileSource
@@ -15,14 +12,13 @@ from holdfast._plan.planner_values import own_values
 from holdfast._plan.read_columns import ReadColumns, ReadItems
 from holdfast._ranks.exchange import Exchange
 from holdfast._storage.broadcast_source import BroadcastSource
+from holdfast._storage.common_lines import Group, Offer, find_groups
 from holdfast._storage.item_places import ItemPlaces, places_of
 from holdfast._storage.read_requests import columns_in
 from holdfast._tensors.chunks import is_tensor, local_parts
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner
 
-# Fewer bytes than this are read by each rank itself before the connections to the others would be there.
-_WORTH_PASSING_ON = 256 * 1024
 _MOST_BROADCASTS = 4
 
 
@@ -49,12 +45,13 @@ def read_together(
 
     Returns:
         What reads every line of the plan, to be called on every rank in the part of one step. Each line
-        that several ranks need is read from storage once.
+        that several ranks need is read from storage once: ranks of one machine find it in the page cache
+        after one of them has read it, if there is room; otherwise the one that reads it passes it on.
     """
     plan: LoadPlan | None = None
     names: _Names | None = None
 
-    def offer() -> tuple[bytes, bytes] | None:
+    def offer() -> Offer | None:
         nonlocal plan, names
         plan = finish_plan()
         if willing and exchange.can_broadcast:
@@ -62,18 +59,16 @@ def read_together(
             columns = columns_in(plan, places)
             if columns is not None and places is not None:
                 names = _Names(columns, places, planner)
-        return None if names is None else names.offer()
+        return None if names is None else Offer(*names.offer(), store.cache_room(names.files()))
 
-    groups: list[_Group] = exchange.decide("share reads", offer, _find_groups)
+    groups, in_cache, nbytes = exchange.decide("share reads", offer, find_groups)
     assert plan is not None
+    store.expect(nbytes)
+    own = store.through_cache() if in_cache else store
     if names is None or not groups:
         whole = plan
-        return lambda: read(store, whole, None)
-    return partial(_read_all, store, names, groups, exchange, read)
-
-
-_Group = tuple[tuple[int, ...], bytes]
-"""The ranks that read some lines together, and the names of the lines, in the order of reading."""
+        return lambda: read(own, whole, None)
+    return partial(_read_all, own, store, names, groups, exchange, read)
 
 
 class _Names:
@@ -111,6 +106,13 @@ class _Names:
         nbytes = [self.nbytes(number) for number in self.lines.values()]
         return array("q", self.lines).tobytes(), array("q", nbytes).tobytes()
 
+    def files(self) -> set[str]:
+        """The files that are read."""
+        files = self.places.files
+        return {
+            self.places.manifest.file_names[number] for number in {files[row] for row in self.columns.rows}
+        }
+
     def in_order(self, names: Sequence[int]) -> list[int]:
         """The lines of those names in the order of the manifest's rows: the same on every member."""
         rows, boxes = self.columns.rows, self.columns.boxes
@@ -146,42 +148,11 @@ def _form_of(value: Any) -> Any:
     return [(part.dtype, part.shape, part.stride(), part.device) for part in local_parts(value)]
 
 
-def _find_groups(offers: Sequence[tuple[bytes, bytes] | None]) -> list[list[_Group]]:
-    """On the coordinator: for each rank the groups of ranks that it reads with."""
-    taking_part = [(rank, offer) for rank, offer in enumerate(offers) if offer is not None and offer[0]]
-    answers: list[list[_Group]] = [[] for _ in offers]
-    if len(taking_part) < 2:
-        return answers
-    names = torch.cat([torch.frombuffer(bytearray(o[0]), dtype=torch.int64) for _, o in taking_part])
-    sizes = torch.cat([torch.frombuffer(bytearray(o[1]), dtype=torch.int64) for _, o in taking_part])
-    counts = torch.tensor([len(offer[0]) // 8 for _, offer in taking_part])
-    ranks = torch.repeat_interleave(torch.tensor([rank for rank, _ in taking_part]), counts)
-    order = torch.argsort(names, stable=True)
-    begins = torch.ones(len(names), dtype=torch.bool)
-    begins[1:] = names[order][1:] != names[order][:-1]
-    starts = begins.nonzero().flatten()
-    ends = torch.cat([starts[1:], torch.tensor([len(names)])])
-    shared = ends - starts > 1
-    by_name, by_rank, by_size = names[order].tolist(), ranks[order].tolist(), sizes[order].tolist()
-    found: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    volume: Counter[tuple[int, ...]] = Counter()
-    for start, end in zip(starts[shared].tolist(), ends[shared].tolist(), strict=True):
-        members = tuple(by_rank[start:end])
-        found[members].append(by_name[start])
-        volume[members] += by_size[start]
-    # All ranks go through their groups in this order, so that none waits for one that waits for it.
-    for members in sorted(found):
-        if volume[members] >= _WORTH_PASSING_ON:
-            group = (members, array("q", found[members]).tobytes())
-            for rank in members:
-                answers[rank].append(group)
-    return answers
-
-
 def _read_all(
+    own_store: FileSource,
     store: FileSource,
     names: _Names,
-    groups: list[_Group],
+    groups: list[Group],
     exchange: Exchange,
     read: Callable[[FileSource, LoadPlan, int | None], None],
 ) -> None:
@@ -194,7 +165,7 @@ def _read_all(
     own = [number for number in range(len(names.columns)) if number not in common]
     for objects in (True, False):
         if some := names.of_kind(own, objects=objects):
-            read(store, names.plan(some), None)
+            read(own_store, names.plan(some), None)
         for members, lines in ordered:
             if some := names.of_kind(lines, objects=objects):
                 _read_with(members, some, store, names, exchange, read)

@@ -21,7 +21,7 @@ def tensor_jobs(reader: ItemReader, chunk: Chunk, item: ReadItem) -> list[Callab
         return [_job(destination, lambda: deliver_transformed(reader, chunk, destination))]
     if not reader.info.is_checked:
         return [_job(destination, lambda: deliver_torch_written(reader, chunk, destination))]
-    ranges = list(ranges_for(chunk, destination, _PIECE))
+    ranges = list(ranges_for(chunk, destination, _PIECE, is_checked=reader.context.verify))
     if not ranges:
         return [_job(destination, destination.target)]
     destination.waiting = len(ranges)
