@@ -3,6 +3,7 @@
 import concurrent.futures
 import inspect
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint import state_dict_saver as stock_saver
 
 import holdfast
 from holdfast import async_save, state_dict_loader
+from holdfast._background.short_turns import short_turns
 from holdfast.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
 from holdfast.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, SaveFuture
 
@@ -90,6 +92,33 @@ def test_the_checkpoint_has_the_values_of_the_moment_of_the_call(tmp_path: Path)
     writer.may_go.set()
     future.result(HANG_GUARD)
     assert loaded(tmp_path / "c") == 1.0
+
+
+def test_threads_take_turns_more_often_only_while_a_save_runs(tmp_path: Path) -> None:
+    before = sys.getswitchinterval()
+    writer = Gated(tmp_path)
+    future = saving(state(1), storage_writer=writer)
+    assert writer.reached.wait(HANG_GUARD)
+    with short_turns():
+        pass  # another save that ends earlier
+    assert sys.getswitchinterval() == 0.001
+    writer.may_go.set()
+    future.result(HANG_GUARD)
+    assert sys.getswitchinterval() == before
+
+
+def test_a_switch_interval_that_the_program_sets_during_a_save_stays(tmp_path: Path) -> None:
+    before = sys.getswitchinterval()
+    writer = Gated(tmp_path)
+    future = saving(state(1), storage_writer=writer)
+    assert writer.reached.wait(HANG_GUARD)
+    try:
+        sys.setswitchinterval(0.01)
+        writer.may_go.set()
+        future.result(HANG_GUARD)
+        assert sys.getswitchinterval() == 0.01
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_modules_and_optimizers_are_saved_as_they_were(tmp_path: Path) -> None:

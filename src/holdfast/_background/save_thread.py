@@ -12,6 +12,7 @@ from typing import Any
 from holdfast._background.running_save import RunningSave, is_cancellation
 from holdfast._background.running_saves import running_saves
 from holdfast._background.save_future import SaveFuture
+from holdfast._background.short_turns import short_turns
 from holdfast._engine.ports import SavePlannerPort, WriterPort
 from holdfast._engine.save import run_save
 from holdfast._ranks.exchange import Exchange
@@ -76,7 +77,7 @@ class SaveThread:
         self._end(metadata, error)
 
     def _save(self) -> Metadata:
-        with self.exchange:
+        with self.exchange, short_turns():
             state, writer = self.obtain()
             self.running.check()
             return run_save(
