@@ -32,6 +32,7 @@ from holdfast._model_state.optimizer_loading import set_optimizers
 from holdfast._model_state.optimizer_state_dict import as_tuple, read_optimizers
 from holdfast._model_state.patched_methods import patch_method
 from holdfast._model_state.state_dict_options import StateDictOptions, checked_options
+from holdfast._user_warning import warn_user
 
 __all__ = [
     "StateDictOptions",
@@ -283,9 +284,8 @@ def _listed(optimizers: Optimizers) -> tuple[Optimizer, ...]:
 
 def _warn_of_submodules(submodules: set[nn.Module] | None) -> None:
     if submodules:
-        warnings.warn(
+        warn_user(
             "Getting submodules only model/optim state_dict is deprecated in torch; take the entries that "
             "you need out of the state dict of the whole model",
             FutureWarning,
-            stacklevel=3,
         )

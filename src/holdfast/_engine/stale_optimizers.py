@@ -1,10 +1,11 @@
 """Optimizers of parameters that their module has replaced: they train what nobody uses."""
 
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 
 import torch
+
+from holdfast._user_warning import warn_user
 
 
 def warn_of_stale(modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -27,12 +28,11 @@ def warn_of_stale(modules: Sequence[torch.nn.Module], optimizers: Sequence[torch
     for optimizer, parameters in zip(optimizers, trained, strict=True):
         lost = Counter(one.shape for one in parameters if id(one) not in held)
         if lost and lost <= free:
-            warnings.warn(
+            warn_user(
                 f"{type(optimizer).__name__} has {lost.total()} of {len(parameters)} parameters that no "
                 "module of this state has, while the modules have parameters of the same shapes that no "
                 "optimizer has. It was probably made before the model got the parameters that it has now (by "
                 "fully_shard, parallelize_module, to_empty or a wrapper), so that it does not train the "
                 "model. Make the optimizer after that. If it belongs to another model, save and load that "
                 "model in the same state.",
-                stacklevel=2,
             )

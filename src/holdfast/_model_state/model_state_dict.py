@@ -1,6 +1,5 @@
 """The state dict of a model, read and set under names that do not depend on what wraps the model."""
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
@@ -17,6 +16,7 @@ from holdfast._model_state.patched_methods import unpatched_method
 from holdfast._model_state.rank0_broadcast import SentState, SentTensor
 from holdfast._model_state.state_dict_options import StateDictOptions
 from holdfast._model_state.whole_tensors import changed_leaves, delivered, fill, is_left_to_rank0, shared_out
+from holdfast._user_warning import warn_user
 
 IncompatibleKeys: TypeAlias = _IncompatibleKeys
 
@@ -80,11 +80,10 @@ def names_of_submodules(model: nn.Module, state: Mapping[Any, Any]) -> Mapping[s
     """A state dict with modules as keys, and their state dicts as values, as one state dict of the model."""
     if not any(isinstance(key, nn.Module) for key in state):
         return state
-    warnings.warn(
+    warn_user(
         "Passing model_state_dict as a dict from modules to their state dicts is deprecated in torch; pass "
         "one dict with the names of the whole model",
         FutureWarning,
-        stacklevel=3,
     )
     names = ModelNames(model)
     found: dict[str, Any] = {}

@@ -1,10 +1,11 @@
 """The groups of an optimizer as a state dict has them, found by the names of their parameters."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+
+from holdfast._user_warning import warn_user
 
 
 class SavedGroups:
@@ -91,12 +92,11 @@ def _warn_of_kept(own: Sequence[Mapping[str, Any]], kept: Sequence[set[str]]) ->
         if names
     ]
     if told:
-        warnings.warn(
+        warn_user(
             "the groups of the optimizer are not those of the checkpoint: parameters of one group are in "
             "several now, or those of several in one. Options that have no one value stay as the optimizer "
             f"has them ({'; '.join(told[:_MOST_NAMED])}). All others are the saved ones. If that is not what "
             "you want, make the groups that were saved, or set the options after the load.",
-            stacklevel=2,
         )
 
 
