@@ -277,25 +277,10 @@ def async_save(
         )
         until_handed_over.push(exchange)
         scope = running_saves.scope(exchange, process_group)
-        number = scope.begin()
-        waited = running_saves.wait_for(keys) if when_busy == "wait" else 0.0
-        is_busy = running_saves.settle(
-            exchange,
-            scope,
-            is_busy=bool(running_saves.busy(keys)),
-            always=when_busy != "wait",
-            leave_to_futures=True,
-        )
-        running = RunningSave(place, keys, scope, number, process_group or _whole_group())
-        if is_busy and when_busy == "raise":
-            raise UsageError(
-                f"an earlier save is not done, and when_busy is 'raise': this one, to {place}, shares a "
-                "place, a stager, a writer or a planner with it",
-                path=place,
-            )
-        if is_busy and when_busy == "skip":
+        running = RunningSave(place, keys, scope, scope.begin(), process_group or _whole_group())
+        waited = _come_after(running, exchange, when_busy)
+        if waited is None:
             return _skipped(running)
-        scope.is_unsettled = True
         if in_process:
             # It takes seconds for the first time, in which the state is copied and planned.
             start_writer_process(wait=False)
@@ -333,6 +318,36 @@ def async_save(
             future.cancel()
             raise
     return future
+
+
+def _come_after(running: RunningSave, exchange: Exchange, when_busy: WhenBusy) -> float | None:
+    """Come after the earlier saves that share something with this one, on all ranks alike.
+
+    Returns:
+        How long that took; None if there is one and this save is to be skipped.
+
+    Raises:
+        UsageError: There is one, and ``when_busy`` is "raise".
+        CheckpointException: An earlier save failed, and nobody has seen it.
+    """
+    waited = running_saves.wait_for(running.keys) if when_busy == "wait" else 0.0
+    is_busy = running_saves.settle(
+        exchange,
+        running.scope,
+        is_busy=bool(running_saves.busy(running.keys)),
+        always=when_busy != "wait",
+        leave_to_futures=True,
+    )
+    if is_busy and when_busy == "raise":
+        raise UsageError(
+            f"an earlier save is not done, and when_busy is 'raise': this one, to {running.place}, shares a "
+            "place, a stager, a writer or a planner with it",
+            path=running.place,
+        )
+    if is_busy and when_busy == "skip":
+        return None
+    running.scope.is_unsettled = True
+    return waited
 
 
 def _skipped(running: RunningSave) -> SaveFuture:
