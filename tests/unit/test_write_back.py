@@ -76,6 +76,7 @@ class Disk:
         self.ways: list[str] = []
         monkeypatch.setattr(write_back, "_paces", {})
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(time, "thread_time", lambda: 0.0)
         monkeypatch.setattr(write_back, "write_fully", self._write)
         monkeypatch.setattr(write_back, "start_write_back", lambda *_: None)
         monkeypatch.setattr(write_back, "await_write_back", self._await)

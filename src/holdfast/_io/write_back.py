@@ -131,7 +131,7 @@ class BufferOutput:
     def _write_through(self, buffer: memoryview, offset: int) -> None:
         began = time.perf_counter()
         write_fully(self._fd, [buffer], offset)
-        copied = time.perf_counter()
+        copied, worked = time.perf_counter(), time.thread_time()
         start_write_back(self._fd, offset, len(buffer))
         self._dirty.append((offset, len(buffer)))
         if len(self._dirty) > _DIRTY_BUFFERS:
@@ -140,7 +140,8 @@ class BufferOutput:
             if self._drops:
                 drop_pages(self._fd, *oldest)
         self._copies.append((copied - began) / len(buffer))
-        self._disk += time.perf_counter() - copied
+        # Without the work of handing pages to the disk, which takes as long for a fast one.
+        self._disk += time.perf_counter() - copied - (time.thread_time() - worked)
 
     def _begin_stretch(self) -> None:
         self._nbytes = 0
@@ -150,8 +151,9 @@ class BufferOutput:
     def _judge_disk(self) -> None:
         disk = self._disk / self._nbytes
         if self._copies:
-            # While a buffer was copied the disk wrote others: what is seen of its time comes on top.
-            self._pace.note(disk > statistics.mean(self._copies))
+            # While a buffer was copied the disk wrote others: only what is waited for besides is seen of its
+            # time. If that is much, copying is not what holds the save up.
+            self._pace.note(disk > statistics.mean(self._copies) / 2)
             self._pace.copying = min(self._pace.copying, statistics.median(self._copies))
         else:
             self._pace.note(disk > 2 * self._pace.copying)
