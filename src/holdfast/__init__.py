@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         extension,
         filesystem,
         metadata,
+        object_store,
         planner,
         staging,
         state_dict,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
         MetadataIndex,
         TensorStorageMetadata,
     )
+    from holdfast.object_store import ObjectStoreReader, ObjectStoreWriter
     from holdfast.per_rank import PerRank
     from holdfast.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
     from holdfast.state_dict_loader import load, load_state_dict
@@ -62,6 +64,8 @@ __all__ = [
     "LoadResult",
     "Metadata",
     "MetadataIndex",
+    "ObjectStoreReader",
+    "ObjectStoreWriter",
     "PerRank",
     "ReadItem",
     "SavePlan",
@@ -82,6 +86,7 @@ __all__ = [
     "load",
     "load_state_dict",
     "metadata",
+    "object_store",
     "planner",
     "save",
     "save_state_dict",
@@ -106,6 +111,7 @@ _HOME = {
             *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
             "TensorStorageMetadata",
         ),
+        "object_store": ("ObjectStoreReader", "ObjectStoreWriter"),
         "per_rank": ("PerRank",),
         "planner": ("LoadPlan", "LoadPlanner", "ReadItem", "SavePlan", "SavePlanner", "WriteItem"),
         "state_dict_loader": ("load", "load_state_dict"),

@@ -12,6 +12,7 @@
     ├── StorageError(RuntimeError)              the storage could not do its part
     │   ├── CheckpointNotFoundError(FileNotFoundError)
     │   ├── CheckpointExistsError
+    │   ├── AccessDeniedError(PermissionError)
     │   ├── NotAFolderError(FileExistsError, NotADirectoryError)
     │   ├── WrongFolderError                    the checkpoints are in folders below
     │   └── IncompleteWriteError
@@ -43,6 +44,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 __all__ = [
+    "AccessDeniedError",
     "CheckpointError",
     "CheckpointException",
     "CheckpointExistsError",
@@ -142,6 +144,10 @@ class CheckpointNotFoundError(StorageError, FileNotFoundError):
 
 class CheckpointExistsError(StorageError):
     """There is a checkpoint already, and the caller asked not to replace it."""
+
+
+class AccessDeniedError(StorageError, PermissionError):
+    """The storage refuses these credentials, or a right is missing."""
 
 
 class NotAFolderError(StorageError, FileExistsError, NotADirectoryError):

@@ -7,7 +7,7 @@ from typing_extensions import Buffer
 
 from holdfast._io.blocks import BlockSums
 from holdfast._io.file_access import FileReader, FileWriter
-from holdfast._io.store import ByteStore, check_name
+from holdfast._io.store import ByteStore, check_name, existing_file
 from holdfast._io.streams import byte_view
 from holdfast.errors import CheckpointNotFoundError, StorageError, UnsafeMetadataError
 
@@ -28,8 +28,10 @@ class MemoryStore(ByteStore):
             raise StorageError(f"{self.url}/{name}: exists already", path=f"{self.url}/{name}")
         return _MemoryWriter(self, name)
 
-    def replace(self, name: str, *pieces: Buffer, durable: bool = True) -> None:
-        self._files[check_name(name)] = b"".join(map(byte_view, pieces)), time.time_ns()
+    def replace(self, name: str, *pieces: Buffer, durable: bool = True, overwrite: bool = True) -> None:
+        if check_name(name) in self._files and not overwrite:
+            raise existing_file(f"{self.url}/{name}")
+        self._files[name] = b"".join(map(byte_view, pieces)), time.time_ns()
 
     def open(self, name: str) -> FileReader:
         path = f"{self.url}/{check_name(name, error=UnsafeMetadataError)}"

@@ -4,7 +4,8 @@
 |---|---|
 | ``.metadata`` | the checkpoint that ranks wrote together |
 | ``__{rank}.metadata`` | the part that a rank wrote for itself |
-| ``__{rank}_{n}-{save}.distcp`` | data; torch's own data files have no ``-{save}`` |
+| ``__{rank}_{n}-{save}.distcp`` | data; torch's own data files have no ``-{save}``; a save may put two
+hexadecimal digits before it, which differ from file to file |
 | ``.{save}.lease`` | a save that is under way, see ``holdfast._io.lease`` |
 | ``{name}.{random}.tmp`` | a file that has not got its name yet |
 
@@ -13,6 +14,7 @@
 
 import os
 import re
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -21,7 +23,7 @@ METADATA = ".metadata"
 
 SAVE_DIGITS = 12
 
-_DATA_FILE = re.compile(r"__(\d+)_(\d+)(?:-([0-9a-f]+))?\.distcp")
+_DATA_FILE = re.compile(r"(?:[0-9a-f]{2})?__(\d+)_(\d+)(?:-([0-9a-f]+))?\.distcp")
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _LEASE = re.compile(r"\.([0-9a-f]+)\.lease")
 # torch's temporary files have no random part.
@@ -54,9 +56,17 @@ def metadata_rank(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def data_file_name(rank: int, number: int, save_id: str) -> str:
-    """The name of data file ``number`` of a rank in a save."""
-    return f"__{rank}_{number}-{save_id[:SAVE_DIGITS]}.distcp"
+def data_file_name(rank: int, number: int, save_id: str, *, spread: bool = False) -> str:
+    """The name of data file ``number`` of a rank in a save.
+
+    Args:
+        rank: The rank.
+        number: The number of the file.
+        save_id: The save.
+        spread: Whether to put two digits before it that differ from file to file.
+    """
+    name = f"__{rank}_{number}-{save_id[:SAVE_DIGITS]}.distcp"
+    return f"{zlib.crc32(name.encode()) & 0xFF:02x}{name}" if spread else name
 
 
 def parse_data_file(name: str) -> DataFile | None:

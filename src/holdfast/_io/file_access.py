@@ -27,7 +27,8 @@ class FileWriter(ABC):
     Attributes:
         path: The file.
         position: How many bytes it has been given.
-        progress: Is told of the bytes that were taken. An exception that it raises leaves ``write``.
+        progress: Is told of the bytes that were taken, or, if the storage is far away, that it has confirmed.
+            An exception that it raises leaves ``write`` or ``finish``.
     """
 
     def __init__(self, path: str) -> None:
@@ -50,7 +51,7 @@ class FileWriter(ABC):
                 piece = view[: STRIDE - self.position % STRIDE]
                 self._append(piece, sums)
                 self.position += len(piece)
-                self.progress.advance(len(piece))
+                self._report(len(piece))
                 view = view[len(piece) :]
         except BaseException:
             self.abort()
@@ -87,6 +88,13 @@ class FileWriter(ABC):
     def _check_open(self) -> None:
         if self._ended is not None:
             raise UsageError(f"{self.path}: this file is {self._ended} already.", path=self.path)
+
+    def _report(self, nbytes: int) -> None:
+        """Tell ``progress`` of ``nbytes`` that ``_append`` has just taken.
+
+        A writer whose storage confirms bytes later overrides this, and reports what was confirmed so far.
+        """
+        self.progress.advance(nbytes)
 
     @abstractmethod
     def _append(self, view: memoryview, sums: BlockSums | None) -> None:
@@ -150,13 +158,7 @@ class FileReader(ABC):
         view = byte_view(buffer)
         stop = start + len(view)
         check_block_table(crcs, payload_nbytes, block_size, path=self.path)
-        if not 0 <= start <= stop <= payload_nbytes:
-            raise MetadataFormatError(
-                f"{self.path}: bytes {start} to {stop} were asked of a payload that has {payload_nbytes}.",
-                path=self.path,
-                expected=payload_nbytes,
-                found=stop,
-            )
+        self._check_payload_range(start, stop, payload_nbytes)
         at = start
         while at < stop:
             first = at // block_size
@@ -192,6 +194,16 @@ class FileReader(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _check_payload_range(self, start: int, stop: int, payload_nbytes: int) -> None:
+        """Raise MetadataFormatError unless a payload has bytes from ``start`` to ``stop``."""
+        if not 0 <= start <= stop <= payload_nbytes:
+            raise MetadataFormatError(
+                f"{self.path}: bytes {start} to {stop} were asked of a payload that has {payload_nbytes}.",
+                path=self.path,
+                expected=payload_nbytes,
+                found=stop,
+            )
 
     def _check_range(self, offset: int, nbytes: int) -> None:
         """Raise TruncatedFileError unless the file has ``nbytes`` bytes from ``offset`` on."""

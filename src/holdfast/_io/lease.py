@@ -209,10 +209,10 @@ def take_lease(store: ByteStore, save_id: str, *, shared: bool) -> Lease:
         if claim is None:
             raise _taken(store, find_living(store))
         file = LeaseFile(store, save_id, shared=shared)
-        lease = (Lease if store.traits.can_list else _NoLease)(file, claim)
+        lease = (Lease if store.can_list else _NoLease)(file, claim)
         try:
             lease.begin()
-            living, dead = lease.others(store.names()) if store.traits.can_list else ({}, {})
+            living, dead = lease.others(store.names()) if store.can_list else ({}, {})
             in_the_way = [other for other in living.values() if not (shared and other.shared)]
             if not in_the_way:
                 # First of all: a save that was taken for dead by mistake must not commit any more.

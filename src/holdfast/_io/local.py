@@ -19,7 +19,7 @@ from holdfast._io.local_reader import LocalReader
 from holdfast._io.local_writer import LocalWriter
 from holdfast._io.page_cache import PageCache, check_page_cache, room
 from holdfast._io.process_identity import this_process
-from holdfast._io.store import ByteStore, CacheRoom, Claim, check_name, taken_name
+from holdfast._io.store import ByteStore, CacheRoom, Claim, check_name, existing_file, taken_name
 from holdfast._io.streams import byte_view
 from holdfast._io.write_back import BufferOutput
 from holdfast.errors import (
@@ -141,7 +141,7 @@ class LocalStore(ByteStore):
         """The same folder, with cold reads through the page cache."""
         return LocalStore(self._folder, page_cache="keep")
 
-    def replace(self, name: str, *pieces: Buffer, durable: bool = True) -> None:
+    def replace(self, name: str, *pieces: Buffer, durable: bool = True, overwrite: bool = True) -> None:
         """Put the pieces under ``name`` in one atomic step; see ByteStore."""
         path = self._path(check_name(name))
         views = [byte_view(piece) for piece in pieces]
@@ -156,7 +156,10 @@ class LocalStore(ByteStore):
                         flush_to_disk(fd)
                 finally:
                     os.close(fd)
-                os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+                if overwrite:
+                    os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+                else:
+                    _rename_to_new(temporary, name, folder)
             except BaseException:
                 _unlink(temporary, folder=folder)
                 raise
@@ -277,6 +280,21 @@ def _make_folder(path: str) -> None:
     else:
         with _open_folder(os.path.dirname(path)) as parent:
             _sync_folder(parent)
+
+
+def _rename_to_new(old: str, new: str, folder: int) -> None:
+    """Rename a file unless there is one of that name: of several callers one succeeds."""
+    try:
+        os.link(old, new, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+    except FileExistsError as error:
+        raise existing_file(new) from error
+    except OSError as error:
+        if error.errno not in {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}:
+            raise
+        # A file system without hard links: the lock and the lease of the save must do.
+        os.rename(old, new, src_dir_fd=folder, dst_dir_fd=folder)
+    else:
+        os.unlink(old, dir_fd=folder)
 
 
 def _unlink(path: str, *, folder: int | None = None) -> OSError | None:

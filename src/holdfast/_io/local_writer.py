@@ -6,7 +6,7 @@ from contextlib import suppress
 from holdfast._io.blocks import STEP, BlockSums
 from holdfast._io.file_access import FileWriter
 from holdfast._io.local_calls import PAGE, flush_to_disk, naming, write_fully
-from holdfast._io.ring import BufferRing
+from holdfast._io.ring import BufferRing, write_each
 from holdfast._io.write_back import BufferOutput
 
 
@@ -26,7 +26,7 @@ class LocalWriter(FileWriter):
         self._fd = fd
         self._durable = durable
         self._output = output
-        self._ring = None if output is None else BufferRing(output.write, unit=PAGE)
+        self._ring = None if output is None else BufferRing(write_each(output.write), unit=PAGE)
 
     def _append(self, view: memoryview, sums: BlockSums | None) -> None:
         with naming(self.path):

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Callable
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from holdfast._io.local import LocalStore
@@ -10,7 +11,31 @@ from holdfast._io.page_cache import PageCache
 from holdfast._io.store import ByteStore
 from holdfast.errors import UsageError
 
-STORES: dict[str, Callable[[str], ByteStore]] = {}
+
+def open_bucket(url: str, **settings: Any) -> ByteStore:
+    """The store of a prefix of a bucket.
+
+    Args:
+        url: The URL.
+        settings: The other fields of ``holdfast._io.bucket_client.BucketAccess``.
+
+    Raises:
+        UsageError: obstore is not installed.
+    """
+    try:
+        # Here, because looking at a folder must not take the time of this import.
+        from holdfast._io.bucket import BucketStore  # noqa: PLC0415
+        from holdfast._io.bucket_client import BucketAccess  # noqa: PLC0415
+    except ImportError as error:
+        raise UsageError(
+            f"{url}: object stores need obstore: pip install 'holdfast[object-stores]'", path=url
+        ) from error
+    return BucketStore(BucketAccess(url, **settings))
+
+
+STORES: dict[str, Callable[[str], ByteStore]] = dict.fromkeys(
+    ("s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss"), open_bucket
+)
 """What opens the URLs of each scheme; ``file`` is known besides. A new kind of store is one entry here."""
 
 # A path object turns "s3://bucket" into "s3:/bucket". One letter before the colon is a drive.

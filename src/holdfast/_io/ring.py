@@ -1,8 +1,10 @@
 """Owns the ring of buffers that overlaps filling and writing: for local files, and for uploads in parts."""
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from queue import SimpleQueue
+from typing import NamedTuple
 
 from holdfast._io.blocks import BlockSums
 from holdfast._io.copying import copy_bytes
@@ -10,7 +12,41 @@ from holdfast._io.local_buffers import BUFFER_NBYTES, borrow, give_back
 from holdfast._io.pool import Worker, wait_for_all
 
 RING = 4
-"""Buffers of a ring: one being filled, one being written, two to even out a slow disk."""
+"""Buffers of a ring for a disk: one being filled, one being written, two to even out a slow disk."""
+
+
+class FullBuffer(NamedTuple):
+    """Bytes of a file that are ready to be written.
+
+    Attributes:
+        view: The bytes. Whoever writes them lets go of the view before ``release``.
+        offset: Where in the file they belong.
+        release: Gives the memory back to the ring; from any thread, also while an object is being finalized.
+    """
+
+    view: memoryview
+    offset: int
+    release: Callable[[], None]
+
+
+Drain = Callable[[Iterator[FullBuffer]], None]
+"""Writes all full buffers of a file, in order, and releases each when its bytes are written."""
+
+
+class RingStoppedError(Exception):
+    """Raised to a ``Drain`` in the place of the next buffer: the file is given up."""
+
+
+def write_each(write: Callable[[memoryview, int], None]) -> Drain:
+    """A ``Drain`` that writes one buffer after the other with ``write(view, offset)``."""
+
+    def drain(buffers: Iterator[FullBuffer]) -> None:
+        for buffer in buffers:
+            with buffer.view:
+                write(buffer.view, buffer.offset)
+            buffer.release()
+
+    return drain
 
 
 class BufferRing:
@@ -20,14 +56,16 @@ class BufferRing:
     has none.
 
     Args:
-        write: Writes all of a view at an offset of the file; called by the thread. The offsets are multiples
-            of ``BUFFER_NBYTES``, and every view but the last has that size.
+        drain: Writes the full buffers; called once, by the thread. The offsets are multiples of
+            ``BUFFER_NBYTES``, and every view but the last has that size.
         unit: What the size of the last view is a multiple of.
+        count: How many buffers there are at most. ``drain`` must not keep all of them and wait for another.
     """
 
-    def __init__(self, write: Callable[[memoryview, int], None], *, unit: int) -> None:
-        self._write = write
+    def __init__(self, drain: Drain, *, unit: int, count: int = RING) -> None:
+        self._drain = drain
         self._unit = unit
+        self._count = count
         self._offset = 0  # in the file, of the buffer being filled
         self._current: mmap.mmap | None = None
         self._filled = 0
@@ -42,7 +80,7 @@ class BufferRing:
         """Copy all of ``view`` into buffers, and feed the copies to ``sums`` if there is one.
 
         Raises:
-            BaseException: What ``write`` raised, of this piece or an earlier one.
+            BaseException: What ``drain`` raised, of this piece or an earlier one.
         """
         at = 0
         while at < len(view):
@@ -81,13 +119,15 @@ class BufferRing:
         return tail, self._offset
 
     def abort(self) -> None:
-        """End the thread after the view that it is writing, and free the buffers."""
+        """End the thread after the view that it is writing, and let go of the buffers."""
         self._stopped = True
         self._end_thread()
-        self._give_back()
+        # Not given back: a request that was given up may still look at one.
+        self._borrowed.clear()
+        self._current = None
 
     def _next_buffer(self) -> mmap.mmap:
-        if self._free.empty() and len(self._borrowed) < RING:
+        if self._free.empty() and len(self._borrowed) < self._count:
             self._borrowed.append(borrow())
             return self._borrowed[-1]
         buffer = self._free.get()
@@ -104,13 +144,17 @@ class BufferRing:
         self._offset += nbytes
         self._current = None
 
+    def _full_buffers(self) -> Iterator[FullBuffer]:
+        """What ``drain`` gets. A file that is given up ends with an error: a short one must not be made."""
+        while (job := self._full.get()) is not None and not self._stopped:
+            buffer, nbytes, offset = job
+            yield FullBuffer(memoryview(buffer)[:nbytes], offset, partial(self._free.put, buffer))
+        if self._stopped:
+            raise RingStoppedError
+
     def _write_full_buffers(self) -> None:
         try:
-            while (job := self._full.get()) is not None and not self._stopped:
-                buffer, nbytes, offset = job
-                with memoryview(buffer)[:nbytes] as whole:
-                    self._write(whole, offset)
-                self._free.put(buffer)
+            self._drain(self._full_buffers())
         except BaseException as error:  # noqa: BLE001 - kept for the caller, whatever it is
             self._failure = error
             self._free.put(None)

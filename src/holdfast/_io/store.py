@@ -10,14 +10,20 @@ An error of the operating system leaves as an OSError with errno, strerror and t
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from typing_extensions import Buffer
 
 from holdfast._io.file_access import FileReader, FileWriter
-from holdfast.errors import CheckpointError, MetadataFormatError, StorageError, UsageError
+from holdfast.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    MetadataFormatError,
+    StorageError,
+    UsageError,
+)
 
 
 def check_name(name: str, *, error: type[CheckpointError] = UsageError) -> str:
@@ -45,6 +51,26 @@ def taken_name(path: str) -> StorageError:
     )
 
 
+def check_nbytes(path: str, nbytes: int, max_bytes: int) -> None:
+    """Raise MetadataFormatError if a file that is read whole has more bytes than that may have."""
+    if nbytes > max_bytes:
+        raise MetadataFormatError(
+            f"{path}: has {nbytes} bytes, and at most {max_bytes} are read. Either it is not what its name "
+            "says, or the limit must be raised.",
+            path=path,
+            expected=max_bytes,
+            found=nbytes,
+        )
+
+
+def existing_file(path: str) -> CheckpointExistsError:
+    """The error of ``replace`` for a file that is there and must not be replaced."""
+    return CheckpointExistsError(
+        f"Checkpoint already exists: another save has written {path}, and overwrite=False was given",
+        path=path,
+    )
+
+
 @dataclass(frozen=True)
 class StoreTraits:
     """What is fast on a store, and what it can do. The defaults are those of a local disk.
@@ -54,7 +80,6 @@ class StoreTraits:
         requests_in_flight: How many reads at once the store answers fastest.
         read_gap_nbytes: The largest gap between two wanted ranges that is worth reading along with them.
         read_nbytes: The most bytes that small neighbours are read in at once.
-        can_list: Whether ``names`` tells all files. If not, saves into the store do not know of each other.
         lists_sizes: Whether ``list`` costs no more than ``names``. If not, a size is asked for by ``open``.
     """
 
@@ -62,7 +87,6 @@ class StoreTraits:
     requests_in_flight: int = 4
     read_gap_nbytes: int = 64 << 10
     read_nbytes: int = 4 << 20
-    can_list: bool = True
     lists_sizes: bool = True
 
 
@@ -95,6 +119,11 @@ class FileSource(ABC):
 
     url: str
     traits: StoreTraits = StoreTraits()
+
+    @property
+    def can_list(self) -> bool:
+        """Whether ``names`` tells all files. If not, saves into the store do not know of each other."""
+        return True
 
     @abstractmethod
     def list(self) -> dict[str, int]:
@@ -158,14 +187,7 @@ class FileSource(ABC):
             CheckpointNotFoundError: There is no such file.
         """
         with self.open(name) as file:
-            if file.nbytes > max_bytes:
-                raise MetadataFormatError(
-                    f"{file.path}: has {file.nbytes} bytes, and at most {max_bytes} are read. Either it is "
-                    "not what its name says, or the limit must be raised.",
-                    path=file.path,
-                    expected=max_bytes,
-                    found=file.nbytes,
-                )
+            check_nbytes(file.path, file.nbytes, max_bytes)
             data = bytearray(file.nbytes)
             file.read_into(0, data)
         return data
@@ -206,13 +228,23 @@ class ByteStore(FileSource):
         """
 
     @abstractmethod
-    def replace(self, name: str, *pieces: Buffer, durable: bool = True) -> None:
+    def replace(self, name: str, *pieces: Buffer, durable: bool = True, overwrite: bool = True) -> None:
         """Put the pieces, one after the other, under ``name`` in one atomic step: the commit.
 
         A reader, and a crash at any instant, finds the old file or the new one, whole. When this
         returns, a durable one is on stable storage under its name. When it raises, the old file is
         there bit for bit, and nothing else is left behind; only if making the new name durable is
         what failed, the new file may be there already.
+
+        Args:
+            name: The file.
+            pieces: Its content.
+            durable: Whether to wait for stable storage.
+            overwrite: Whether a file of that name may be replaced. If not, and the store can tell, only one
+                of several writers succeeds.
+
+        Raises:
+            CheckpointExistsError: There is such a file, and it must not be replaced.
         """
 
     def rewrite(self, name: str, data: bytes) -> bool:
@@ -229,6 +261,18 @@ class ByteStore(FileSource):
     @abstractmethod
     def delete(self, names: Iterable[str]) -> None:
         """Remove files; a missing one is fine. All are tried before the first failure is raised."""
+
+    def abort_unfinished(self, is_dead: Callable[[str], bool]) -> None:
+        """Give up files that other processes have begun, did not finish, and never will.
+
+        Only for a store where such files are in no listing: elsewhere ``delete`` removes them.
+
+        Args:
+            is_dead: Whether nobody will finish the file of a name.
+
+        Raises:
+            Exception: They cannot be given up, or not be found. They only cost money.
+        """
 
     @abstractmethod
     def sync(self) -> None:

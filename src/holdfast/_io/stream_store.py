@@ -13,7 +13,7 @@ from typing_extensions import Buffer
 from holdfast._format.names import temporary_name
 from holdfast._io.blocks import BlockSums
 from holdfast._io.file_access import FileReader, FileWriter
-from holdfast._io.store import ByteStore, StoreTraits, check_name, taken_name
+from holdfast._io.store import ByteStore, StoreTraits, check_name, existing_file, taken_name
 from holdfast._io.streams import byte_view
 from holdfast.errors import CheckpointNotFoundError, StorageError, UnsafeMetadataError
 
@@ -46,14 +46,17 @@ class StreamStore(ByteStore):
 
     def __init__(self, fs: StreamFileSystem, path: str | os.PathLike[str]) -> None:
         self.url = str(path)
-        self.traits = StoreTraits(
-            writer_nbytes=1 << 20, can_list=callable(getattr(fs, "ls", None)), lists_sizes=False
-        )
+        self.traits = StoreTraits(writer_nbytes=1 << 20, lists_sizes=False)
         self._fs = fs
         self._folder = path
 
     def _path(self, name: str) -> _Path:
         return self._fs.concat_path(self._folder, name)
+
+    @property
+    def can_list(self) -> bool:
+        """Whether the file system has ``ls``."""
+        return callable(getattr(self._fs, "ls", None))
 
     def make(self) -> None:
         """Make the folder; see ByteStore."""
@@ -61,7 +64,7 @@ class StreamStore(ByteStore):
 
     def names(self) -> set[str]:
         """What is in the folder, folders included if the file system lists them."""
-        if not self.traits.can_list:
+        if not self.can_list:
             raise NotImplementedError(f"{self.url}: {type(self._fs).__name__} has no ls()")
         try:
             found: Iterable[str] = self._fs.ls(self._folder)  # type: ignore[attr-defined]
@@ -107,11 +110,13 @@ class StreamStore(ByteStore):
         """
         if isinstance(error, OSError):
             return False
-        return name not in self.names() if self.traits.can_list else not self.exists(name)
+        return name not in self.names() if self.can_list else not self.exists(name)
 
-    def replace(self, name: str, *pieces: Buffer, durable: bool = True) -> None:
+    def replace(self, name: str, *pieces: Buffer, durable: bool = True, overwrite: bool = True) -> None:
         """Put the pieces under ``name``; see ByteStore, and above."""
         path, temporary = self._path(check_name(name)), self._path(temporary_name(name))
+        if not overwrite and self._fs.exists(path):
+            raise existing_file(str(path))
         with _StreamWriter(self._fs, temporary, durable=durable) as file:
             for piece in pieces:
                 file.write(piece)

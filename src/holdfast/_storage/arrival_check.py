@@ -31,7 +31,7 @@ def check_arrived(store: ByteStore, files: Mapping[str, int]) -> None:
         IncompleteWriteError: Some are not there, or shorter, after ``WAIT_SECONDS``.
     """
     pause, deadline = _FIRST_PAUSE, time.monotonic() + WAIT_SECONDS
-    while files and store.traits.can_list:
+    while files and store.can_list:
         absent = _absent(store, files)
         if not absent:
             return

@@ -38,7 +38,7 @@ def known_by(name: str) -> str:
 
 def files_of_save(store: ByteStore, save_id: str) -> list[str]:
     """The data files of one save, whichever rank wrote them, as far as the store can list them."""
-    names = store.names() if store.traits.can_list else ()
+    names = store.names() if store.can_list else ()
     save = save_id[:SAVE_DIGITS]
     return [name for name in names if (file := parse_data_file(name)) and file.save == save]
 
@@ -51,7 +51,7 @@ def files_to_replace(store: ByteStore, *, rank: int | None) -> set[str]:
         rank: The rank whose own part is to be replaced; None for a whole checkpoint, with all such parts.
     """
     named_by = {metadata_name(rank)}
-    if store.traits.can_list:
+    if store.can_list:
         names = store.names()
         if rank is None:
             named_by |= {name for name in names if metadata_rank(name) is not None}
@@ -111,6 +111,7 @@ def remove_dead(store: ByteStore, lease: Lease) -> None:
         if doomed:
             store.sync()  # the commit of the dead save may not be durable yet
             store.delete(doomed)
+        store.abort_unfinished(lambda name: known_by(name) in lease.dead)
     except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
         logger.warning("%s: files of a killed save could not be removed: %s", store.url, error)
         lease.leave()
@@ -141,7 +142,7 @@ def remove_replaced(
         rank: For one rank's own part, that rank: files of other ranks are not touched.
     """
     try:
-        if store.traits.can_list:
+        if store.can_list:
             store.delete(_removable(store, lease, set(used), replaced, footer, rank))
         else:
             store.delete(replaced.difference(used))
@@ -221,6 +222,15 @@ def discard_files(store: ByteStore, names: Iterable[str], *, rank: int | None) -
         return False
     unused = [name for name in names if name not in used]
     return delete_quietly(store, unused) and used.isdisjoint(names)
+
+
+def abort_uploads_of(store: ByteStore, save_id: str) -> None:
+    """After a save that failed: give up what killed ranks of it have begun to write. Logs a failure."""
+    save = save_id[:SAVE_DIGITS]
+    try:
+        store.abort_unfinished(lambda name: known_by(name) == save)
+    except Exception as error:  # noqa: BLE001 - the reason of the failed save is on its way to the caller
+        logger.warning("%s: unfinished uploads of a failed save may be left: %s", store.url, error)
 
 
 def delete_quietly(store: ByteStore, names: Iterable[str]) -> bool:

@@ -19,6 +19,7 @@ from holdfast._plan.metadata_entries import directory_of
 from holdfast._plan.write_columns import columns_of
 from holdfast._storage.arrival_check import check_arrived
 from holdfast._storage.cleanup import (
+    abort_uploads_of,
     discard_files,
     files_of_save,
     files_to_replace,
@@ -49,14 +50,19 @@ _FEW_ITEMS, _FEW_BYTES = 100, 64 << 20
 
 @dataclasses.dataclass(frozen=True)
 class FilePrefix:
-    """What the files of a rank are called after: the rank, and the save."""
+    """What the files of a rank are called after: the rank, and the save.
+
+    Attributes:
+        spread: Whether the names begin differently, for stores that limit requests by the begin of names.
+    """
 
     rank: int
     save: str
+    spread: bool = False
 
     def name(self, number: int) -> str:
         """The name of the rank's file ``number``."""
-        return data_file_name(self.rank, number, self.save)
+        return data_file_name(self.rank, number, self.save, spread=self.spread)
 
 
 class StoreWriter(AtStore[ByteStore], StorageWriter):
@@ -65,6 +71,7 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
     Args:
         store: The place; None for a subclass that has its own property ``store``.
         extensions: What is ``_extensions`` there.
+        spread_names: As in ``ObjectStoreWriter``.
 
     Attributes:
         context: The save that is being served.
@@ -81,6 +88,7 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
         extensions: Sequence[StreamTransformExtension] = (),
         torch_compatible: bool = True,
         memory_budget: int = DEFAULT_BUDGET,
+        spread_names: bool = False,
     ) -> None:
         if thread_count < 1:
             raise UsageError(f"thread_count must be at least 1, not {thread_count}")
@@ -92,6 +100,7 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
         self.extensions = tuple(extensions)
         self.torch_compatible = torch_compatible
         self.memory_budget = memory_budget
+        self.spread_names = spread_names
         self.save_id = uuid.uuid4().hex
         self.rank: int | None = None
         self.use_collectives = True
@@ -128,7 +137,10 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
         if self._own_rank is None:
             return plan
         self._take_lease()
-        return dataclasses.replace(plan, storage_data=FilePrefix(self._own_rank, self.save_id))
+        return dataclasses.replace(plan, storage_data=self._file_prefix(self._own_rank))
+
+    def _file_prefix(self, rank: int) -> FilePrefix:
+        return FilePrefix(rank, self.save_id, self.spread_names)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Claim the place for this save, and tell each rank what its files are called."""
@@ -137,7 +149,7 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
         first = self._own_rank or 0
         return [
             # A planner that caches plans may return those of an earlier save.
-            dataclasses.replace(plan, storage_data=FilePrefix(rank, self.save_id))
+            dataclasses.replace(plan, storage_data=self._file_prefix(rank))
             if plan.storage_data is None or isinstance(plan.storage_data, FilePrefix)
             else plan
             for rank, plan in enumerate(plans, first)
@@ -243,7 +255,7 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
             self.context.confirm_commit()
             self._lease.note_replaced(map(known_by, replaced))
             self._lease.check()
-            store.replace(metadata_name(rank), *pieces, durable=self.sync_files)
+            store.replace(metadata_name(rank), *pieces, durable=self.sync_files, overwrite=self.overwrite)
         except BaseException:
             if not discard_files(store, manifest.file_names, rank=rank):
                 self._lease.leave()
@@ -271,6 +283,8 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
             written = [*self._written, *(files_of_save(self.store, self.save_id) if self._lease else ())]
             if not discard_files(self.store, written, rank=self._own_rank) and self._lease:
                 self._lease.leave()
+            if self._lease:
+                abort_uploads_of(self.store, self.save_id)
         self._release()
 
     def _release(self) -> None:
@@ -303,7 +317,7 @@ def _existing_checkpoint(store: ByteStore, rank: int | None) -> str | None:
     except CheckpointNotFoundError:
         if rank is not None:
             return metadata_name(rank) if store.exists(metadata_name(rank)) else None
-        names = store.names() if store.traits.can_list else ()
+        names = store.names() if store.can_list else ()
         return next((name for name in sorted(names) if shows_a_checkpoint(name)), None)
     except StorageError:
         pass  # a link, or the like, in its place

@@ -21,7 +21,7 @@ from holdfast._storage.results import Results, WrittenItems
 from holdfast._storage.small_items import SMALL
 from holdfast._tensors.chunks import find_box
 from holdfast._tensors.layout_table import LayoutTable
-from holdfast.errors import InvalidPlanError
+from holdfast.errors import InvalidPlanError, StorageError
 from holdfast.extension import StreamTransformExtension
 from holdfast.planner import SavePlan, SavePlanner
 
@@ -176,15 +176,20 @@ class _Work:
 
     @contextlib.contextmanager
     def naming(self, numbers: Sequence[int]) -> Iterator[None]:
-        """Say what was being written when the system, which knows only the file, reports an error."""
+        """Say what was being written when the system or a store reports an error and knows only the file."""
         try:
             yield
+        except StorageError as error:
+            raise type(error)(f"{error} ({self._described(numbers)})", path=error.path) from error
         except OSError as error:
             if error.errno is None:
                 raise
-            ends = dict.fromkeys(self.columns.keys[number] for number in [*numbers[:1], *numbers[-1:]])
-            what = " to ".join(ends)
-            raise OSError(error.errno, f"{error.strerror} (while writing {what})", error.filename) from error
+            text = f"{error.strerror} ({self._described(numbers)})"
+            raise OSError(error.errno, text, error.filename) from error
+
+    def _described(self, numbers: Sequence[int]) -> str:
+        ends = dict.fromkeys(self.columns.keys[number] for number in [*numbers[:1], *numbers[-1:]])
+        return f"while writing {' to '.join(ends)}"
 
 
 def _deal(nbytes: Sequence[int], count: int) -> list[Sequence[int]]:

@@ -6,6 +6,7 @@ import pytest
 
 from holdfast._io.store import ByteStore
 from holdfast.errors import (
+    CheckpointExistsError,
     CheckpointNotFoundError,
     MetadataFormatError,
     StorageError,
@@ -26,6 +27,9 @@ class StoreContract(StoreWriteTests, StoreReadTests):
 
     Attributes:
         durable: What ``create`` and ``replace`` are called with.
+        refuses_taken_names: Whether ``create`` notices that a name is taken. A store that cannot, because it
+            would have to ask before every upload, depends on the names of data files, which are new for
+            each save.
     """
 
     @pytest.mark.parametrize("name", BAD_NAMES)
@@ -55,6 +59,15 @@ class StoreContract(StoreWriteTests, StoreReadTests):
             store.replace("f", data, durable=self.durable)
             assert store.read("f", max_bytes=3 * MIB) == data
             assert store.list() == {"f": len(data)}
+
+    def test_replace_can_be_told_not_to_overwrite(self, store: ByteStore) -> None:
+        """A file that is there stays as it was, and nothing else is left behind."""
+        store.replace("f", b"first", durable=self.durable, overwrite=False)
+        with pytest.raises(CheckpointExistsError) as caught:
+            store.replace("f", b"second", durable=self.durable, overwrite=False)
+        assert str(caught.value.path).endswith("f")
+        assert store.read("f", max_bytes=9) == b"first"
+        assert store.list() == {"f": 5}
 
     def test_a_reader_keeps_the_file_that_it_opened(self, store: ByteStore) -> None:
         """A reader that is open during a replace gets the old bytes or an error, never a mix."""

@@ -22,6 +22,7 @@ class StoreContractBase:
     """The methods that the author of a store overrides; ``StoreContract`` describes them."""
 
     durable = True
+    refuses_taken_names = True
 
     def make_store(self, tmp_path: Path) -> ByteStore:
         """A store for one test. Its folder need not exist; ``make`` is called on it."""

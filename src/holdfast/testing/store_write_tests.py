@@ -80,6 +80,8 @@ class StoreWriteTests(StoreContractBase):
 
     def test_a_file_is_created_only_once(self, store: ByteStore) -> None:
         """A name that is taken is refused, and what is there stays as it was."""
+        if not self.refuses_taken_names:
+            pytest.skip("this store declares that it does not notice taken names")
         self.write(store, "f", b"old")
         with pytest.raises(StorageError) as caught:
             store.create("f")
@@ -118,12 +120,13 @@ class StoreWriteTests(StoreContractBase):
         assert max(told.steps) <= STRIDE
 
     def test_progress_can_stop_a_large_write_in_its_middle(self, store: ByteStore) -> None:
-        """The exception of the tracker leaves the write, and the file is gone."""
+        """The exception of the tracker leaves ``write``, or ``finish`` if bytes are confirmed so late."""
         told = _Told(stop_at=12 * MIB)
         file = store.create("a", durable=self.durable)
         file.progress = told
-        with pytest.raises(InterruptedError):
+        with pytest.raises(InterruptedError):  # noqa: PT012 - either may be the one
             file.write(bytes(64 * MIB))
+            file.finish()
         assert sum(told.steps) <= 12 * MIB + STRIDE
         assert store.list() == {}
 

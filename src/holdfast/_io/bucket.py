@@ -1,0 +1,254 @@
+"""Owns a checkpoint's place in an object store: S3, Google Cloud Storage, Azure, through obstore.
+
+A place is a prefix of a bucket. An object appears when it is complete, in one step, and is durable then.
+"""
+
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, GenericError, PreconditionError
+from typing_extensions import Buffer
+
+from holdfast._format.names import is_data_file
+from holdfast._io.bucket_client import BucketAccess, refuse_forked_process
+from holdfast._io.bucket_errors import translated
+from holdfast._io.bucket_files import (
+    PARTS_IN_FLIGHT,
+    READ_NBYTES,
+    SPARE_BUFFERS,
+    BucketReader,
+    BucketWriter,
+    ObjectFacts,
+)
+from holdfast._io.local_buffers import BUFFER_NBYTES
+from holdfast._io.s3_uploads import S3Uploads
+from holdfast._io.store import ByteStore, StoreTraits, check_name, check_nbytes, existing_file
+from holdfast._io.streams import byte_view
+from holdfast.errors import AccessDeniedError, CheckpointNotFoundError, StorageError, UnsafeMetadataError
+
+logger = logging.getLogger(__name__)
+
+# By its end one save's metadata is told from another's: it has a checksum of the rest.
+_COMPARED = 256
+_PAUSES = (0.2, 0.5, 1.0, 2.0, 4.0)
+_MOST_LISTED = 10_000
+
+
+class BucketStore(ByteStore):
+    """A prefix of a bucket.
+
+    It keeps no connection of its own, can be pickled, and finds its client again in another process.
+
+    Args:
+        access: How to reach it.
+    """
+
+    traits = StoreTraits(
+        writer_nbytes=(PARTS_IN_FLIGHT + SPARE_BUFFERS) * BUFFER_NBYTES,
+        requests_in_flight=8,
+        read_gap_nbytes=1 << 20,
+        read_nbytes=READ_NBYTES,
+    )
+
+    def __init__(self, access: BucketAccess) -> None:
+        self.url = access.url.rstrip("/")
+        self._access = access
+        self._opened: Any = None
+        self._may_list: bool | None = None
+        self._listed: dict[str, ObjectFacts] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None, "_listed": {}}
+
+    @property
+    def _client(self) -> Any:
+        refuse_forked_process()
+        if self._opened is None:
+            self._opened = self._access.open()
+        return self._opened
+
+    def _path(self, name: str) -> str:
+        return f"{self.url}/{name}"
+
+    @property
+    def can_list(self) -> bool:
+        """Whether the credentials allow to list the bucket. Found out once, by trying."""
+        if self._may_list is None:
+            try:
+                self.list()
+            except AccessDeniedError as error:
+                logger.warning(
+                    "%s: saves into it do not know of each other, and leave what killed ones left: %s",
+                    *(self.url, error),
+                )
+                self._may_list = False
+        return bool(self._may_list)
+
+    def make(self) -> None:
+        """Nothing: a prefix need not be made."""
+
+    def list(self) -> dict[str, int]:
+        """The name and size of every object directly below the prefix."""
+        with translated(self.url):
+            found = obstore.list_with_delimiter(self._client)["objects"]
+        self._may_list = True
+        # An object without a name is the mark of an empty folder that some tools make.
+        self._listed = {
+            each["path"]: ObjectFacts(each["size"], each["e_tag"]) for each in found if each["path"]
+        }
+        return {name: facts.nbytes for name, facts in self._listed.items()}
+
+    def folders_with(self, names: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+        """Prefixes below this one, for messages; see FileSource. Looks at the first objects only."""
+        times, others, count = dict[str, float](), set[str](), 0
+        with contextlib.suppress(AccessDeniedError), translated(self.url):
+            for page in obstore.list(self._client):
+                for each in page:
+                    folder, _, name = each["path"].partition("/")
+                    if name in names:
+                        times[folder] = max(times.get(folder, 0.0), each["last_modified"].timestamp())
+                    elif name:
+                        others.add(folder)
+                count += len(page)
+                if count >= _MOST_LISTED:
+                    break
+        return sorted(times, key=times.__getitem__, reverse=True), sorted(others - times.keys())
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such an object."""
+        return self._head(check_name(name)) is not None
+
+    def modified_ns(self, name: str) -> int | None:
+        """When an object was put there, by the clock of the store, in whole seconds."""
+        found = self._head(check_name(name))
+        return None if found is None else int(found["last_modified"].timestamp()) * 1_000_000_000
+
+    def _head(self, name: str) -> Any:
+        try:
+            with translated(self._path(name)):
+                return obstore.head(self._client, name)
+        except CheckpointNotFoundError:
+            return None
+
+    def open(self, name: str) -> BucketReader:
+        """Open an object for reading; see FileSource. Asks for its size only if no listing has told it."""
+        check_name(name, error=UnsafeMetadataError)
+        # Other objects may have been replaced since they were listed.
+        facts = self._listed.get(name) if is_data_file(name) else None
+        if facts is None:
+            with translated(self._path(name)):
+                found = obstore.head(self._client, name)
+            facts = ObjectFacts(found["size"], found["e_tag"])
+        return BucketReader(self._path(name), self._client, name, facts)
+
+    def read(self, name: str, *, max_bytes: int) -> bytearray:
+        """The whole of a small object, in one request; see FileSource."""
+        path = self._path(check_name(name, error=UnsafeMetadataError))
+        with translated(path):
+            found = obstore.get(self._client, name)
+            check_nbytes(path, found.meta["size"], max_bytes)
+            return bytearray(found.bytes())
+
+    def create(self, name: str, *, nbytes_hint: int | None = None, durable: bool = True) -> BucketWriter:  # noqa: ARG002
+        """Start a new object; see ByteStore.
+
+        A name that is taken is not noticed: stores cannot refuse one for objects in parts. Data files have
+        names that no other save uses.
+        """
+        return BucketWriter(
+            self._path(check_name(name)),
+            self._client,
+            name,
+            nbytes_hint=nbytes_hint or 0,
+            discard=lambda: self._discard(name),
+        )
+
+    def replace(self, name: str, *pieces: Buffer, durable: bool = True, overwrite: bool = True) -> None:  # noqa: ARG002
+        """Put the pieces under ``name`` by one request; see ByteStore.
+
+        An error does not tell whether the store has carried the request out: a server may do so and fail to
+        answer, and the second try then meets the result of the first. So the object is read back: if it is
+        the one that was to be put there, this succeeded.
+        """
+        path = self._path(check_name(name))
+        data = b"".join(map(byte_view, pieces))
+        mode: Literal["overwrite", "create"] = "overwrite" if overwrite else "create"
+        for pause in (*_PAUSES, None):
+            error = self._try_to_put(name, data, mode)
+            if error is None:
+                return
+            found = self._compare(name, data, error)
+            if found == "same":
+                return
+            if found == "other" and not overwrite:
+                raise existing_file(path) from error
+            if pause is None:
+                raise error
+            logger.warning("%s Trying again.", error)
+            time.sleep(pause * random.uniform(0.5, 1))  # noqa: S311 - nothing is to be kept secret
+
+    def _try_to_put(
+        self, name: str, data: bytes, mode: Literal["overwrite", "create"]
+    ) -> StorageError | None:
+        """Put an object. Returns an error that does not tell whether it is there, and raises others."""
+        try:
+            with translated(self._path(name)):
+                obstore.put(self._client, name, data, mode=mode, use_multipart=False)
+        except StorageError as error:
+            if isinstance(error.__cause__, AlreadyExistsError | PreconditionError | GenericError):
+                return error
+            raise
+        return None
+
+    def _compare(self, name: str, data: bytes, error: StorageError) -> Literal["same", "other", "absent"]:
+        """What is under a name after a put that raised ``error``."""
+        tail = data[-_COMPARED:]
+        try:
+            with translated(self._path(name)):
+                found = obstore.get(self._client, name, options={"range": {"suffix": _COMPARED}})
+                same_size = found.meta["size"] == len(data)
+                return "same" if same_size and bytes(found.bytes()) == tail else "other"
+        except CheckpointNotFoundError:
+            return "absent"
+        except StorageError as unknown:
+            if not data:
+                return "absent"  # no range of an empty object can be asked for
+            raise StorageError(
+                f"{error} Whether it was written is not known, because it cannot be read now: {unknown}",
+                path=error.path,
+            ) from error
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Remove objects; a missing one is fine."""
+        doomed = [check_name(name) for name in names]
+        if doomed:
+            with contextlib.suppress(CheckpointNotFoundError), translated(self.url):
+                obstore.delete(self._client, doomed)
+
+    def _discard(self, name: str) -> None:
+        """After an upload that failed: remove the object, and what was uploaded of it."""
+        try:
+            self.delete([name])
+            self.abort_unfinished(lambda found: found == name)
+        except Exception as error:  # noqa: BLE001 - the reason why it failed is on its way to the caller
+            logger.warning("%s: an upload that failed could not be removed: %s", self._path(name), error)
+
+    def abort_unfinished(self, is_dead: Callable[[str], bool]) -> None:
+        """Abort uploads in parts that nobody will complete; see ByteStore. S3 only."""
+        keys = self._access.s3_keys()
+        if keys is None:
+            return
+        uploads = S3Uploads(self._access, keys)
+        prefix = f"{self._access.prefix}/" if self._access.prefix else ""
+        for upload in list(uploads.find(prefix)):
+            name = upload.key.removeprefix(prefix)
+            if is_dead(name):
+                uploads.abort(upload)
+
+    def sync(self) -> None:
+        """Nothing: an object that the store has confirmed is durable, its name included."""

@@ -1,0 +1,233 @@
+"""Owns the way from the URL of an object store to a client for it: credentials, endpoint, timeouts.
+
+The client is obstore's. It finds credentials as the tools of the clouds do: in the environment, in files that
+the environment names, and from the metadata service of the machine. Profiles of AWS (``~/.aws``), which it
+does not read, are read here.
+"""
+
+import configparser
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from urllib.parse import quote, urlsplit
+
+import obstore.store
+
+from holdfast.errors import StorageError, UsageError
+
+CLASSES = {
+    **dict.fromkeys(("s3", "s3a"), "S3Store"),
+    **dict.fromkeys(("gs", "gcs"), "GCSStore"),
+    **dict.fromkeys(("az", "azure", "adl", "abfs", "abfss"), "AzureStore"),
+}
+"""Which of obstore's classes serves which URLs."""
+
+# The total time of a request must be enough for a part of 8 MiB on a slow link that ten of them share.
+_CLIENT = {"timeout": "15min", "read_timeout": "2min", "connect_timeout": "10s"}
+_DEFAULT_REGION = "us-east-1"
+_ENDPOINTS = {
+    "S3Store": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "GCSStore": ("STORAGE_EMULATOR_HOST", "GOOGLE_BASE_URL"),
+    "AzureStore": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+# Where credentials of AWS come from if not from a profile, as obstore looks for them.
+_AWS_SOURCES = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)
+_PREFIXES = {"S3Store": "aws_", "GCSStore": "google_", "AzureStore": "azure_storage_"}
+
+_first_process: int | None = None
+
+
+class S3Keys(NamedTuple):
+    """The keys that requests to S3 are signed with."""
+
+    access_key_id: str
+    secret_access_key: str
+    token: str | None = None
+
+
+@dataclass(frozen=True)
+class BucketAccess:
+    """How to reach the bucket of a URL. It can be pickled if the credential provider can.
+
+    Attributes:
+        url: The URL of a place in the bucket.
+        options: Settings of obstore's store: ``region``, ``endpoint``, ``access_key_id`` and others.
+        client_options: Settings of its HTTP client: timeouts, proxies, certificates.
+        retry: How often and how long failed requests are tried again.
+        credential_provider: A function that returns credentials, as obstore defines it.
+    """
+
+    url: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    client_options: Mapping[str, Any] = field(default_factory=dict)
+    retry: Mapping[str, Any] = field(default_factory=dict)
+    credential_provider: Callable[[], Any] | None = None
+
+    @property
+    def kind(self) -> str:
+        """The name of obstore's class."""
+        return CLASSES[urlsplit(self.url).scheme]
+
+    @property
+    def bucket(self) -> str:
+        """The bucket, or the container."""
+        return urlsplit(self.url).netloc
+
+    @property
+    def prefix(self) -> str:
+        """What the names of all objects of the place begin with, before a slash."""
+        _, _, rest = self.url.partition("://")
+        return rest.partition("/")[2].strip("/")
+
+    @property
+    def endpoint(self) -> str | None:
+        """The address of the service, if it is not the cloud's own."""
+        for name in ("endpoint", "endpoint_url", "aws_endpoint_url_s3", "base_url"):
+            if found := self.option(name):
+                return str(found)
+        found = next((os.environ[name] for name in _ENDPOINTS[self.kind] if os.environ.get(name)), None)
+        return found or (self.profile.get("endpoint_url") if self.kind == "S3Store" else None)
+
+    @property
+    def region(self) -> str:
+        """The region of S3."""
+        found = self.option("region") or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        return str(found or self.profile.get("region") or _DEFAULT_REGION)
+
+    @property
+    def profile(self) -> dict[str, str]:
+        """The profile of AWS in ``~/.aws``; empty if keys come from elsewhere, or if there is none."""
+        has_keys = self.option("access_key_id") or self.option("skip_signature") or self.credential_provider
+        if has_keys or any(os.environ.get(name) for name in _AWS_SOURCES):
+            return {}
+        return read_aws_profile()
+
+    def option(self, name: str) -> Any:
+        """A setting, whether it is given with the prefix that obstore also accepts or without."""
+        return self.options.get(name, self.options.get(_PREFIXES[self.kind] + name))
+
+    def s3_keys(self) -> S3Keys | None:
+        """The keys of S3, for requests that obstore cannot make; None if only obstore can find them."""
+        if self.kind != "S3Store":
+            return None
+        if self.credential_provider is not None:
+            found = self.credential_provider()
+            if not isinstance(found, dict):
+                return None
+            return S3Keys(found["access_key_id"], found["secret_access_key"], found.get("token"))
+        if key := self.option("access_key_id"):
+            return S3Keys(str(key), str(self.option("secret_access_key")), self.option("session_token"))
+        if key := os.environ.get("AWS_ACCESS_KEY_ID"):
+            secret = os.environ.get("AWS_SECRET_ACCESS_KEY", "")
+            return S3Keys(key, secret, os.environ.get("AWS_SESSION_TOKEN"))
+        profile = self.profile
+        if "aws_access_key_id" in profile:
+            secret = profile.get("aws_secret_access_key", "")
+            return S3Keys(profile["aws_access_key_id"], secret, profile.get("aws_session_token"))
+        return None
+
+    def open(self) -> Any:
+        """Obstore's store of the place.
+
+        Raises:
+            UsageError: obstore does not know an option, or cannot do with the URL.
+            StorageError: This process was forked from one that uses obstore.
+        """
+        refuse_forked_process()
+        store_class = getattr(obstore.store, self.kind)
+        config = dict(self.options)
+        provider = self.credential_provider
+        endpoint = self.endpoint
+        if self.kind == "S3Store":
+            provider = self._add_s3_settings(config, endpoint)
+        elif endpoint and self.kind == "GCSStore":
+            config.setdefault("base_url", endpoint if "://" in endpoint else f"http://{endpoint}")
+        client = {**_CLIENT, **self.client_options}
+        if endpoint and not endpoint.startswith("https://"):
+            client.setdefault("allow_http", True)
+        scheme, _, rest = self.url.partition("://")
+        bucket, _, key = rest.partition("/")
+        try:
+            return store_class.from_url(
+                f"{scheme}://{bucket}/{quote(key.strip('/'))}",
+                config=config,
+                client_options=client,
+                retry_config=dict(self.retry) or None,
+                credential_provider=provider,
+            )
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            raise UsageError(f"{self.url}: the object store cannot be opened: {reason}") from error
+
+    def _add_s3_settings(self, config: dict[str, Any], endpoint: str | None) -> Any:
+        """Add what obstore does not find by itself to its settings, and return the credential provider."""
+        config.setdefault("region", self.region)
+        if endpoint:
+            config.setdefault("endpoint", endpoint)
+        elif self.option("checksum_algorithm") is None and self.option("unsigned_payload") is None:
+            # AWS itself checks a CRC, which takes a quarter of the time of the SHA-256 that is signed
+            # otherwise. Other servers may not know it. TLS keeps strangers from changing the bytes.
+            config.update(checksum_algorithm="CRC64NVME", unsigned_payload=True)
+        profile, keys = self.profile, self.s3_keys()
+        if self.credential_provider is not None or not profile:
+            return self.credential_provider
+        if keys is not None:
+            config.update(access_key_id=keys.access_key_id, secret_access_key=keys.secret_access_key)
+            if keys.token:
+                config["session_token"] = keys.token
+            return None
+        return _boto3_credentials(self.url)
+
+
+def refuse_forked_process() -> None:
+    """Raise StorageError if this process was forked from one that has used obstore: requests would hang."""
+    global _first_process  # noqa: PLW0603 - the one fact about this process that obstore depends on
+    if _first_process is None:
+        _first_process = os.getpid()
+    elif _first_process != os.getpid():
+        raise StorageError(
+            "this process was forked from one that has used an object store already, and obstore does not "
+            'work in such a process. Start it with multiprocessing\'s method "spawn" or "forkserver".'
+        )
+
+
+def read_aws_profile() -> dict[str, str]:
+    """The settings of the profile ``AWS_PROFILE``, or of "default", in the files that the AWS tools read.
+
+    Raises:
+        UsageError: ``AWS_PROFILE`` names a profile that is in none of them.
+    """
+    name = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or "default"
+    found: dict[str, str] = {}
+    for variable, path, section in (
+        ("AWS_CONFIG_FILE", "~/.aws/config", name if name == "default" else f"profile {name}"),
+        ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials", name),
+    ):
+        parser = configparser.RawConfigParser()
+        parser.read(os.path.expanduser(os.environ.get(variable) or path))
+        if parser.has_section(section):
+            found |= dict(parser[section])
+    if not found and name != "default":
+        raise UsageError(
+            f"AWS_PROFILE is {name!r}, and ~/.aws/config and ~/.aws/credentials have no such profile"
+        )
+    needs_boto3 = {"sso_session", "sso_start_url", "role_arn", "credential_process"}
+    return found if "aws_access_key_id" in found or needs_boto3 & found.keys() else {}
+
+
+def _boto3_credentials(url: str) -> Any:
+    """Credentials of a profile that is more than keys: SSO, roles, programs."""
+    try:
+        return importlib.import_module("obstore.auth.boto3").Boto3CredentialProvider()
+    except ImportError as error:
+        raise UsageError(
+            f"{url}: the AWS profile has no keys but SSO, a role or a program, which needs boto3: "
+            "pip install boto3. Or put keys into the environment."
+        ) from error

@@ -1,0 +1,220 @@
+"""Owns one object of an object store: uploaded in parts while it is written, read in ranges."""
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import obstore
+from obstore.exceptions import PreconditionError
+from typing_extensions import Buffer
+
+from holdfast._io.blocks import BLOCK_SIZE, BlockChecker, BlockSums, check_block_table
+from holdfast._io.bucket_errors import translated
+from holdfast._io.file_access import FileReader, FileWriter
+from holdfast._io.local_buffers import BUFFER_NBYTES
+from holdfast._io.progress import STRIDE
+from holdfast._io.ring import BufferRing, FullBuffer
+from holdfast._io.streams import byte_view
+from holdfast.errors import ChecksumError, StorageError
+
+if TYPE_CHECKING:
+    from obstore import GetOptions  # there are no types at run time
+
+logger = logging.getLogger(__name__)
+
+PARTS_IN_FLIGHT = 10
+"""How many parts of an object are sent at the same time."""
+SPARE_BUFFERS = 2
+"""Buffers of an upload besides those being sent: one is filled while another waits to be sent."""
+READ_NBYTES = 16 << 20
+"""The most bytes of one request: larger reads are several. Each takes so much memory."""
+
+_MOST_PARTS = 9_000  # S3 and GCS allow 10,000; a hint may be a little too small
+
+
+class ObjectFacts(NamedTuple):
+    """What a store tells of an object.
+
+    Attributes:
+        nbytes: Its size.
+        e_tag: What changes with its content; None if the store does not tell.
+    """
+
+    nbytes: int
+    e_tag: str | None
+
+
+class BucketWriter(FileWriter):
+    """Uploads one object. It appears when it is complete; until then there is nothing of it.
+
+    An object smaller than a buffer is one request. A larger one is uploaded in parts, from the memory of a
+    ring of buffers. Progress is told of bytes that the store has confirmed.
+
+    Args:
+        path: Its URL.
+        client: obstore's store.
+        name: The object.
+        nbytes_hint: About how large it will be.
+        discard: Removes what is left of an upload that failed.
+    """
+
+    def __init__(
+        self, path: str, client: Any, name: str, *, nbytes_hint: int, discard: Callable[[], None]
+    ) -> None:
+        super().__init__(path)
+        self._client = client
+        self._name = name
+        self._remove = discard
+        # A part of a very large object is several buffers, since the number of parts is limited.
+        self._buffers_of_part = 1 + nbytes_hint // (_MOST_PARTS * BUFFER_NBYTES)
+        self._parts = max(2, PARTS_IN_FLIGHT // self._buffers_of_part)
+        count = self._parts * self._buffers_of_part + SPARE_BUFFERS
+        self._ring = BufferRing(self._upload, unit=1, count=count)
+        self._confirmed: SimpleQueue[int] = SimpleQueue()
+        self._reported = 0
+        self._is_begun = False
+
+    def _append(self, view: memoryview, sums: BlockSums | None) -> None:
+        self._ring.append(view, sums)
+
+    def _upload(self, buffers: Iterator[FullBuffer]) -> None:
+        """Send full buffers as the parts of one object."""
+        self._is_begun = True
+        with translated(self.path):
+            obstore.put(
+                self._client,
+                self._name,
+                (self._watched(buffer) for buffer in buffers),
+                use_multipart=True,
+                chunk_size=self._buffers_of_part * BUFFER_NBYTES,
+                max_concurrency=self._parts,
+            )
+
+    def _watched(self, buffer: FullBuffer) -> memoryview:
+        """The bytes, to be sent from where they are. The buffer is free when obstore lets go of the view."""
+
+        def confirm(release: Callable[[], None] = buffer.release, nbytes: int = len(buffer.view)) -> None:
+            self._confirmed.put(nbytes)
+            release()
+
+        weakref.finalize(buffer.view, confirm).atexit = False
+        return buffer.view
+
+    def _report(self, nbytes: int) -> None:  # noqa: ARG002 - what was taken is not confirmed yet
+        confirmed = 0
+        try:
+            while True:
+                confirmed += self._confirmed.get_nowait()
+        except Empty:
+            self._tell(min(confirmed, self.position - self._reported))
+
+    def _tell(self, nbytes: int) -> None:
+        self._reported += nbytes
+        # Also of nothing: the tracker may want to stop the transfer.
+        for at in range(0, max(nbytes, 1), STRIDE):
+            self.progress.advance(min(STRIDE, nbytes - at))
+
+    def _complete(self) -> None:
+        rest, offset = self._ring.finish()
+        if offset == 0:
+            self._is_begun = True
+            with translated(self.path):
+                obstore.put(self._client, self._name, bytes(rest), use_multipart=False)
+        self._tell(self.position - self._reported)
+
+    def _discard(self) -> None:
+        self._ring.abort()
+        if self._is_begun:
+            self._remove()
+
+
+class BucketReader(FileReader):
+    """Reads ranges of one object. If the object is replaced meanwhile, reading it raises StorageError."""
+
+    def __init__(self, path: str, client: Any, name: str, facts: ObjectFacts) -> None:
+        self.path = path
+        self.nbytes = facts.nbytes
+        self._client = client
+        self._name = name
+        self._e_tag = facts.e_tag
+
+    def read_into(self, offset: int, buffer: Buffer) -> None:
+        """Fill ``buffer``; see FileReader. Reads ``READ_NBYTES`` at once."""
+        view = byte_view(buffer)
+        self._check_range(offset, len(view))
+        for at in range(0, len(view), READ_NBYTES):
+            part = view[at : at + READ_NBYTES]
+            part[:] = self._get(offset + at, len(part))
+
+    def read_blocks_into(
+        self,
+        buffer: Buffer,
+        *,
+        payload_offset: int,
+        payload_nbytes: int,
+        crcs: Sequence[int],
+        block_size: int = BLOCK_SIZE,
+        start: int = 0,
+    ) -> None:
+        """Fill ``buffer`` and check every block that it has a part of; see FileReader.
+
+        Blocks at both ends that are wanted in part are read in the same requests. Bytes that were changed on
+        their way are read a second time.
+        """
+        view = byte_view(buffer)
+        stop = start + len(view)
+        check_block_table(crcs, payload_nbytes, block_size, path=self.path)
+        self._check_payload_range(start, stop, payload_nbytes)
+        step = max(block_size, READ_NBYTES - READ_NBYTES % block_size)
+        at = start - start % block_size
+        while at < stop:
+            end = min(at + step, payload_nbytes, stop + -stop % block_size)
+            recorded = crcs[at // block_size : -(-end // block_size)]
+            content = self._get_checked(payload_offset + at, end - at, recorded, block_size)
+            first, last = max(at, start), min(end, stop)
+            view[first - start : last - start] = content[first - at : last - at]
+            at = end
+
+    def _get_checked(self, offset: int, nbytes: int, crcs: Sequence[int], block_size: int) -> memoryview:
+        self._check_range(offset, nbytes)
+        for is_last in (False, True):
+            content = self._get(offset, nbytes)
+            checker = BlockChecker(crcs, block_size, path=self.path, offset=offset)
+            try:
+                checker.update(content)
+                checker.finish()
+            except ChecksumError as error:
+                if is_last:
+                    raise
+                logger.warning("%s Reading them again.", error)
+            else:
+                break
+        return content
+
+    def _get(self, offset: int, nbytes: int) -> memoryview:
+        if not nbytes:
+            return memoryview(b"")
+        options: "GetOptions" = {"range": (offset, offset + nbytes)}
+        if self._e_tag is not None:
+            options["if_match"] = self._e_tag
+        with translated(self.path):
+            try:
+                content = memoryview(obstore.get(self._client, self._name, options=options).bytes())
+            except PreconditionError as error:
+                raise StorageError(
+                    f"{self.path}: was replaced by another object while it was read. Load again.",
+                    path=self.path,
+                ) from error
+        if len(content) != nbytes:
+            raise StorageError(
+                f"{self.path}: the store sent {len(content)} bytes instead of the {nbytes} at {offset}.",
+                path=self.path,
+                expected=nbytes,
+                found=len(content),
+            )
+        return content
+
+    def close(self) -> None:
+        """Nothing: each request stands for itself."""
