@@ -83,8 +83,7 @@ class BucketStore(ByteStore):
                 self.list()
             except AccessDeniedError as error:
                 logger.warning(
-                    "%s: saves into it do not know of each other, and leave what killed ones left: %s",
-                    *(self.url, error),
+                    "%s: without the right to list, leftovers of killed saves stay: %s", self.url, error
                 )
                 self._may_list = False
         return bool(self._may_list)
@@ -134,6 +133,10 @@ class BucketStore(ByteStore):
                 return obstore.head(self._client, name)
         except CheckpointNotFoundError:
             return None
+        except AccessDeniedError:
+            if self.can_list:
+                raise
+            return None  # what does not exist is answered so to those who may not list
 
     def open(self, name: str) -> BucketReader:
         """Open an object for reading; see FileSource. Asks for its size only if no listing has told it."""

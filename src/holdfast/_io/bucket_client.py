@@ -171,10 +171,16 @@ class BucketAccess:
         config.setdefault("region", self.region)
         if endpoint:
             config.setdefault("endpoint", endpoint)
-        elif self.option("checksum_algorithm") is None and self.option("unsigned_payload") is None:
-            # AWS itself checks a CRC, which takes a quarter of the time of the SHA-256 that is signed
-            # otherwise. Other servers may not know it. TLS keeps strangers from changing the bytes.
-            config.update(checksum_algorithm="CRC64NVME", unsigned_payload=True)
+        if "checksum_algorithm" not in config and "aws_checksum_algorithm" not in config:
+            if endpoint or self.option("unsigned_payload") is not None:
+                # The digest that requests are signed with, sent so that every server compares it.
+                config["checksum_algorithm"] = "SHA256"
+            else:
+                # AWS itself checks a CRC, which takes a quarter of the time. Other servers may not know it.
+                # TLS keeps strangers from changing the bytes.
+                config.update(checksum_algorithm="CRC64NVME", unsigned_payload=True)
+        elif not config.get("checksum_algorithm", True):
+            del config["checksum_algorithm"]
         profile, keys = self.profile, self.s3_keys()
         if self.credential_provider is not None or not profile:
             return self.credential_provider

@@ -10,11 +10,15 @@ from holdfast.errors import AccessDeniedError, CheckpointNotFoundError, StorageE
 _HINTS = {
     "/latest/api/token": "No credentials are in the environment or in ~/.aws, and this machine has none.",
     "/latest/meta-data": "No credentials are in the environment or in ~/.aws, and this machine has none.",
-    "NoSuchBucket": "There is no such bucket: make it, or correct the URL.",
     "301": "The bucket is in another region: set AWS_REGION.",
     "PermanentRedirect": "The bucket is in another region: set AWS_REGION.",
-    "NotImplemented": 'If the store has no conditional puts, pass options={"conditional_put": "disabled"}.',
+    "NotImplemented": (
+        'If the store knows no SHA-256 checksums, pass options={"checksum_algorithm": None}; if it has no '
+        'conditional puts, {"conditional_put": "disabled"}.'
+    ),
 }
+
+_REFUSED = "status code: 403 "  # of a listing, which has no exception of its own
 
 
 def reason_of(error: BaseException) -> str:
@@ -33,20 +37,27 @@ def translated(path: str) -> Iterator[None]:
     """
     try:
         yield
-    except (PermissionDeniedError, UnauthenticatedError) as error:
-        raise AccessDeniedError(
-            f"{path}: the store refuses access; are the credentials there, and do they allow this? "
-            f"{reason_of(error)}",
-            path=path,
-        ) from error
     except FileNotFoundError as error:
         if isinstance(error, CheckpointNotFoundError):
             raise
-        raise CheckpointNotFoundError(
-            f"{path}: there is no such object. {_hint(error)}".rstrip(), path=path
-        ) from error
+        if "NoSuchBucket" in str(error):
+            raise _no_bucket(path) from error
+        raise CheckpointNotFoundError(f"{path}: there is no such object.", path=path) from error
     except (BaseError, OSError, ValueError) as error:
+        if isinstance(error, PermissionDeniedError | UnauthenticatedError) or _REFUSED in str(error):
+            raise AccessDeniedError(
+                f"{path}: the store refuses access. The credentials are wrong, or do not allow this, or (if "
+                f"they do not allow to list) there is no such object. {reason_of(error)}",
+                path=path,
+            ) from error
+        if "NoSuchBucket" in str(error):
+            raise _no_bucket(path) from error
         raise StorageError(f"{path}: {reason_of(error)} {_hint(error)}".rstrip(), path=path) from error
+
+
+def _no_bucket(path: str) -> StorageError:
+    # Not "not found": a program that takes that for its first start must not begin again for a wrong URL.
+    return StorageError(f"{path}: there is no such bucket. Make it, or correct the URL.", path=path)
 
 
 def _hint(error: BaseException) -> str:

@@ -196,7 +196,7 @@ class BucketReader(FileReader):
     def _get(self, offset: int, nbytes: int) -> memoryview:
         if not nbytes:
             return memoryview(b"")
-        options: "GetOptions" = {"range": (offset, offset + nbytes)}
+        options: GetOptions = {"range": (offset, offset + nbytes)}
         if self._e_tag is not None:
             options["if_match"] = self._e_tag
         with translated(self.path):

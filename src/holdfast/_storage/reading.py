@@ -139,7 +139,7 @@ def read_items(
 
 def _check_sizes(store: FileSource, requests: dict[str, FileRequest]) -> None:
     """Raise unless every file is there, and as long as what is needed of it."""
-    sizes = store.list() if store.traits.lists_sizes else {}
+    sizes = store.list() if store.traits.lists_sizes and store.can_list else {}
     for name, request in requests.items():
         (key, end), path = request.last, f"{store.url}/{name}"
         size = sizes.get(name)

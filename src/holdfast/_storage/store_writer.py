@@ -34,7 +34,13 @@ from holdfast._storage.results import result_columns
 from holdfast._storage.store_place import AtStore
 from holdfast._storage.writing import write_items
 from holdfast._torch_compat import our_save_planner, to_ours, to_torch
-from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError, UsageError
+from holdfast.errors import (
+    AccessDeniedError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    StorageError,
+    UsageError,
+)
 from holdfast.extension import StreamTransformExtension
 from holdfast.metadata import Metadata, StorageMeta
 from holdfast.planner import SavePlan, SavePlanner
@@ -319,6 +325,10 @@ def _existing_checkpoint(store: ByteStore, rank: int | None) -> str | None:
             return metadata_name(rank) if store.exists(metadata_name(rank)) else None
         names = store.names() if store.can_list else ()
         return next((name for name in sorted(names) if shows_a_checkpoint(name)), None)
+    except AccessDeniedError:
+        return (
+            None  # stores answer so for what does not exist, if listing is not allowed: the commit will tell
+        )
     except StorageError:
         pass  # a link, or the like, in its place
     return METADATA
