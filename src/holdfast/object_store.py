@@ -68,8 +68,8 @@ class ObjectStoreWriter(_OfBucket, StoreWriter, BlockingAsyncStager):
         _extensions: Stream transforms that each item goes through.
         options: Settings of the store, by the names of obstore's ``S3Config``, ``GCSConfig`` and
             ``AzureConfig``: ``region``, ``endpoint``, ``access_key_id``, ``server_side_encryption`` ...
-            On S3, ``checksum_algorithm`` is what the server compares: CRC64NVME on AWS, SHA256 elsewhere, None
-            for nothing.
+            On S3, ``checksum_algorithm`` is what the server compares: CRC64NVME on AWS, SHA256 elsewhere,
+            None for nothing.
         client_options: Settings of the HTTP client, by the names of obstore's ``ClientConfig``: ``timeout``
             (of a whole request), ``read_timeout`` (of a stalled one), ``proxy_url``, ``root_certificate`` ...
         retry: How failed requests are tried again, by the names of obstore's ``RetryConfig``:

@@ -19,6 +19,8 @@ from tests.support.s3_server import S3Server
 
 from holdfast.errors import AccessDeniedError, CheckpointExistsError, StorageError
 
+pytestmark = [pytest.mark.slow, pytest.mark.one_core]
+
 METADATA = "/.metadata"
 
 FAULTS: dict[str, tuple[Fault, int]] = {

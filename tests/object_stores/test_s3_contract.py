@@ -12,6 +12,8 @@ from holdfast._io.store import ByteStore
 from holdfast.testing import StorageContract
 from holdfast.testing.store_contract import StoreContract
 
+pytestmark = [pytest.mark.slow, pytest.mark.one_core]
+
 _numbers = itertools.count()
 
 

@@ -5,8 +5,6 @@ A place is a prefix of a bucket. An object appears when it is complete, in one s
 
 import contextlib
 import logging
-import random
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -16,7 +14,7 @@ from typing_extensions import Buffer
 
 from holdfast._format.names import is_data_file
 from holdfast._io.bucket_client import BucketAccess, refuse_forked_process
-from holdfast._io.bucket_errors import translated
+from holdfast._io.bucket_errors import PAUSES, persist, rest, translated
 from holdfast._io.bucket_files import (
     PARTS_IN_FLIGHT,
     READ_NBYTES,
@@ -35,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 # By its end one save's metadata is told from another's: it has a checksum of the rest.
 _COMPARED = 256
-_PAUSES = (0.2, 0.5, 1.0, 2.0, 4.0)
 _MOST_LISTED = 10_000
 
 
@@ -63,7 +60,8 @@ class BucketStore(ByteStore):
         self._listed: dict[str, ObjectFacts] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None, "_listed": {}}
+        # The writer process may have been started before the environment had its present values.
+        return {**self.__dict__, "_access": self._access.settled(), "_opened": None, "_listed": {}}
 
     @property
     def _client(self) -> Any:
@@ -93,8 +91,7 @@ class BucketStore(ByteStore):
 
     def list(self) -> dict[str, int]:
         """The name and size of every object directly below the prefix."""
-        with translated(self.url):
-            found = obstore.list_with_delimiter(self._client)["objects"]
+        found = persist(self.url, lambda: obstore.list_with_delimiter(self._client)["objects"])
         self._may_list = True
         # An object without a name is the mark of an empty folder that some tools make.
         self._listed = {
@@ -152,10 +149,13 @@ class BucketStore(ByteStore):
     def read(self, name: str, *, max_bytes: int) -> bytearray:
         """The whole of a small object, in one request; see FileSource."""
         path = self._path(check_name(name, error=UnsafeMetadataError))
-        with translated(path):
+
+        def request() -> bytearray:
             found = obstore.get(self._client, name)
             check_nbytes(path, found.meta["size"], max_bytes)
             return bytearray(found.bytes())
+
+        return persist(path, request)
 
     def create(self, name: str, *, nbytes_hint: int | None = None, durable: bool = True) -> BucketWriter:  # noqa: ARG002
         """Start a new object; see ByteStore.
@@ -181,7 +181,7 @@ class BucketStore(ByteStore):
         path = self._path(check_name(name))
         data = b"".join(map(byte_view, pieces))
         mode: Literal["overwrite", "create"] = "overwrite" if overwrite else "create"
-        for pause in (*_PAUSES, None):
+        for pause in (*PAUSES, None):
             error = self._try_to_put(name, data, mode)
             if error is None:
                 return
@@ -193,7 +193,7 @@ class BucketStore(ByteStore):
             if pause is None:
                 raise error
             logger.warning("%s Trying again.", error)
-            time.sleep(pause * random.uniform(0.5, 1))  # noqa: S311 - nothing is to be kept secret
+            rest(pause)
 
     def _try_to_put(
         self, name: str, data: bytes, mode: Literal["overwrite", "create"]
@@ -230,8 +230,8 @@ class BucketStore(ByteStore):
         """Remove objects; a missing one is fine."""
         doomed = [check_name(name) for name in names]
         if doomed:
-            with contextlib.suppress(CheckpointNotFoundError), translated(self.url):
-                obstore.delete(self._client, doomed)
+            with contextlib.suppress(CheckpointNotFoundError):
+                persist(self.url, lambda: obstore.delete(self._client, doomed))
 
     def _discard(self, name: str) -> None:
         """After an upload that failed: remove the object, and what was uploaded of it."""

@@ -9,7 +9,7 @@ import configparser
 import importlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
@@ -112,6 +112,18 @@ class BucketAccess:
     def option(self, name: str) -> Any:
         """A setting, whether it is given with the prefix that obstore also accepts or without."""
         return self.options.get(name, self.options.get(_PREFIXES[self.kind] + name))
+
+    def settled(self) -> "BucketAccess":
+        """The same with what the environment of this process says, for another process."""
+        if self.kind != "S3Store":
+            return self
+        found: dict[str, Any] = {"region": self.region, "endpoint": self.endpoint}
+        keys = None if self.credential_provider else self.s3_keys()
+        if keys is not None:
+            found |= {"access_key_id": keys.access_key_id, "secret_access_key": keys.secret_access_key}
+            found["session_token"] = keys.token
+        missing = {name: value for name, value in found.items() if value and self.option(name) is None}
+        return replace(self, options={**self.options, **missing})
 
     def s3_keys(self) -> S3Keys | None:
         """The keys of S3, for requests that obstore cannot make; None if only obstore can find them."""

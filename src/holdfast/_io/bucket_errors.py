@@ -1,12 +1,21 @@
-"""Owns what the errors of an object store become."""
+"""Owns what the errors of an object store become, and which requests are made again after one."""
 
-from collections.abc import Iterator
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
-from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import BaseError, GenericError, PermissionDeniedError, UnauthenticatedError
 
-from holdfast.errors import AccessDeniedError, CheckpointNotFoundError, StorageError
+from holdfast.errors import AccessDeniedError, CheckpointError, CheckpointNotFoundError, StorageError
 
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+PAUSES = (0.2, 0.5, 1.0, 2.0, 4.0)
+"""The seconds to wait, about, before a request is made again. obstore has tried it several times before."""
 _HINTS = {
     "/latest/api/token": "No credentials are in the environment or in ~/.aws, and this machine has none.",
     "/latest/meta-data": "No credentials are in the environment or in ~/.aws, and this machine has none.",
@@ -37,9 +46,9 @@ def translated(path: str) -> Iterator[None]:
     """
     try:
         yield
+    except CheckpointError:
+        raise
     except FileNotFoundError as error:
-        if isinstance(error, CheckpointNotFoundError):
-            raise
         if "NoSuchBucket" in str(error):
             raise _no_bucket(path) from error
         raise CheckpointNotFoundError(f"{path}: there is no such object.", path=path) from error
@@ -53,6 +62,29 @@ def translated(path: str) -> Iterator[None]:
         if "NoSuchBucket" in str(error):
             raise _no_bucket(path) from error
         raise StorageError(f"{path}: {reason_of(error)} {_hint(error)}".rstrip(), path=path) from error
+
+
+def persist(path: str, request: Callable[[], T]) -> T:
+    """Make a request that may be made any number of times; again after errors that may pass.
+
+    obstore does not do so if the answer breaks off in its middle. Errors are ``translated``.
+    """
+    for pause in PAUSES:
+        try:
+            with translated(path):
+                return request()
+        except StorageError as error:  # noqa: PERF203 - requests take longer than that
+            if not isinstance(error.__cause__, GenericError) or isinstance(error, AccessDeniedError):
+                raise
+            logger.warning("%s Trying again.", error)
+            rest(pause)
+    with translated(path):
+        return request()
+
+
+def rest(seconds: float) -> None:
+    """Wait, at most so long; clients that failed together do not come back together."""
+    time.sleep(seconds * random.uniform(0.5, 1))  # noqa: S311 - nothing is to be kept secret
 
 
 def _no_bucket(path: str) -> StorageError:

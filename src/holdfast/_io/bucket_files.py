@@ -1,6 +1,7 @@
 """Owns one object of an object store: uploaded in parts while it is written, read in ranges."""
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
@@ -11,7 +12,7 @@ from obstore.exceptions import PreconditionError
 from typing_extensions import Buffer
 
 from holdfast._io.blocks import BLOCK_SIZE, BlockChecker, BlockSums, check_block_table
-from holdfast._io.bucket_errors import translated
+from holdfast._io.bucket_errors import persist, translated
 from holdfast._io.file_access import FileReader, FileWriter
 from holdfast._io.local_buffers import BUFFER_NBYTES
 from holdfast._io.progress import STRIDE
@@ -31,6 +32,8 @@ SPARE_BUFFERS = 2
 READ_NBYTES = 16 << 20
 """The most bytes of one request: larger reads are several. Each takes so much memory."""
 
+_SMALL, _WINDOW = 64 << 10, 256 << 10  # an object of a state is read in three small pieces
+_MOST_WINDOWS = 16
 _MOST_PARTS = 9_000  # S3 and GCS allow 10,000; a hint may be a little too small
 
 
@@ -130,8 +133,19 @@ class BucketWriter(FileWriter):
             self._remove()
 
 
+class _Window:
+    """Neighbouring bytes of an object, read by the first thread that wants some of them."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.content: memoryview | None = None
+
+
 class BucketReader(FileReader):
-    """Reads ranges of one object. If the object is replaced meanwhile, reading it raises StorageError."""
+    """Reads ranges of one object. If the object is replaced meanwhile, reading it raises StorageError.
+
+    What lies near a small range is read with it, and kept for the next small ranges.
+    """
 
     def __init__(self, path: str, client: Any, name: str, facts: ObjectFacts) -> None:
         self.path = path
@@ -139,6 +153,8 @@ class BucketReader(FileReader):
         self._client = client
         self._name = name
         self._e_tag = facts.e_tag
+        self._lock = threading.Lock()
+        self._windows: dict[int, _Window] = {}
 
     def read_into(self, offset: int, buffer: Buffer) -> None:
         """Fill ``buffer``; see FileReader. Reads ``READ_NBYTES`` at once."""
@@ -180,7 +196,7 @@ class BucketReader(FileReader):
     def _get_checked(self, offset: int, nbytes: int, crcs: Sequence[int], block_size: int) -> memoryview:
         self._check_range(offset, nbytes)
         for is_last in (False, True):
-            content = self._get(offset, nbytes)
+            content = (self._request if is_last else self._get)(offset, nbytes)
             checker = BlockChecker(crcs, block_size, path=self.path, offset=offset)
             try:
                 checker.update(content)
@@ -194,19 +210,34 @@ class BucketReader(FileReader):
         return content
 
     def _get(self, offset: int, nbytes: int) -> memoryview:
+        number, at = divmod(offset, _WINDOW)
+        if nbytes > _SMALL or at + nbytes > _WINDOW:
+            return self._request(offset, nbytes)
+        with self._lock:
+            window = self._windows.setdefault(number, _Window())
+            if len(self._windows) > _MOST_WINDOWS:
+                del self._windows[next(iter(self._windows))]
+        with window.lock:
+            if window.content is None:
+                window.content = self._request(offset - at, min(_WINDOW, self.nbytes - offset + at))
+        return window.content[at : at + nbytes]
+
+    def _request(self, offset: int, nbytes: int) -> memoryview:
         if not nbytes:
             return memoryview(b"")
         options: GetOptions = {"range": (offset, offset + nbytes)}
         if self._e_tag is not None:
             options["if_match"] = self._e_tag
-        with translated(self.path):
-            try:
-                content = memoryview(obstore.get(self._client, self._name, options=options).bytes())
-            except PreconditionError as error:
-                raise StorageError(
-                    f"{self.path}: was replaced by another object while it was read. Load again.",
-                    path=self.path,
-                ) from error
+        try:
+            content = memoryview(
+                persist(self.path, lambda: obstore.get(self._client, self._name, options=options).bytes())
+            )
+        except StorageError as error:
+            if not isinstance(error.__cause__, PreconditionError):
+                raise
+            raise StorageError(
+                f"{self.path}: was replaced by another object while it was read. Load again.", path=self.path
+            ) from error
         if len(content) != nbytes:
             raise StorageError(
                 f"{self.path}: the store sent {len(content)} bytes instead of the {nbytes} at {offset}.",

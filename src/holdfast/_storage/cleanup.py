@@ -225,12 +225,15 @@ def discard_files(store: ByteStore, names: Iterable[str], *, rank: int | None) -
 
 
 def abort_uploads_of(store: ByteStore, save_id: str) -> None:
-    """After a save that failed: give up what killed ranks of it have begun to write. Logs a failure."""
+    """After a save: give up what is unfinished of it: what killed ranks have begun, or a lost answer hid.
+
+    A failure is only logged.
+    """
     save = save_id[:SAVE_DIGITS]
     try:
         store.abort_unfinished(lambda name: known_by(name) == save)
-    except Exception as error:  # noqa: BLE001 - the reason of the failed save is on its way to the caller
-        logger.warning("%s: unfinished uploads of a failed save may be left: %s", store.url, error)
+    except Exception as error:  # noqa: BLE001 - whether the save has failed or not, this changes nothing
+        logger.info("%s: unfinished uploads may be left: %s", store.url, error)
 
 
 def delete_quietly(store: ByteStore, names: Iterable[str]) -> bool:

@@ -267,6 +267,7 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
                 self._lease.leave()
             raise
         remove_replaced(store, self._lease, manifest.file_names, replaced, footer=pieces[-1], rank=rank)
+        abort_uploads_of(store, self.save_id)
 
     def _files_of_others(self, manifest: Manifest) -> dict[str, int]:
         """The data files that other ranks have written for this save, with their sizes."""

@@ -1,0 +1,103 @@
+"""Saves in the background to an object store, in a thread and in the writer process."""
+
+import concurrent.futures
+import multiprocessing
+import os
+from typing import Any
+
+import pytest
+from tests.object_stores.states import load, save, state_of, store_of
+from tests.support.s3_proxy import Answer, S3Proxy
+from tests.support.s3_server import S3Server
+
+import holdfast
+from holdfast.errors import StorageError
+from holdfast.state_dict_saver import AsyncCheckpointerType
+
+pytestmark = [pytest.mark.slow, pytest.mark.one_core]
+
+LARGE = 40 << 20
+KINDS = [AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS]
+
+
+def _begin(place: str, value: float, kind: AsyncCheckpointerType, nbytes: int) -> Any:
+    return holdfast.async_save(state_of(value, nbytes), checkpoint_id=place, async_checkpointer_type=kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_save_in_the_background_is_whole(s3: S3Server, place: str, kind: AsyncCheckpointerType) -> None:
+    for value in (1.0, 2.0):
+        _begin(place, value, kind, LARGE).result()
+        assert load(place, LARGE) == value
+    assert len(store_of(place, s3).names()) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_progress_counts_what_the_store_has_confirmed(
+    proxy: S3Proxy, place: str, kind: AsyncCheckpointerType
+) -> None:
+    nbytes = 160 << 20  # more than the buffers of an upload
+    gate = proxy.hold(method="PUT", query="partNumber")
+    future = _begin(place, 1.0, kind, nbytes)
+    try:
+        assert gate.reached.wait(30)
+        assert future.progress().nbytes_done == 0
+    finally:
+        gate.open()
+    future.result()
+    assert future.progress().nbytes_done == future.progress().nbytes_total >= nbytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failure_in_the_background_is_raised_and_keeps_the_old_checkpoint(
+    proxy: S3Proxy, s3: S3Server, place: str, kind: AsyncCheckpointerType
+) -> None:
+    save(place, 1.0)
+    proxy.on(Answer(400), method="PUT", query="partNumber", after=1)
+    with pytest.raises(StorageError, match="distcp"):
+        _begin(place, 2.0, kind, LARGE).result()
+    proxy.rules.clear()
+    assert load(place) == 1.0
+    assert len(store_of(place, s3).names()) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_save_in_the_background_can_be_cancelled(
+    proxy: S3Proxy, s3: S3Server, place: str, kind: AsyncCheckpointerType
+) -> None:
+    save(place, 1.0)
+    gate = proxy.hold(method="PUT", query="partNumber")
+    future = _begin(place, 2.0, kind, 160 << 20)
+    assert gate.reached.wait(30)
+    assert future.cancel()
+    gate.open()
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result()
+    assert load(place) == 1.0
+    assert len(store_of(place, s3).names()) == 2
+
+
+def _load_in_a_child(place: str, pipe: Any) -> None:
+    try:
+        pipe.send(load(place))
+    except StorageError as error:
+        pipe.send(str(error))
+    os._exit(0)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_forked_child_is_told_to_be_spawned(s3: S3Server, place: str, method: str) -> None:
+    """obstore would hang in it."""
+    save(place, 4.0)
+    context: Any = multiprocessing.get_context(method)
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_load_in_a_child, args=(place, theirs))
+    child.start()
+    try:
+        assert ours.poll(60)
+        answer = ours.recv()
+    finally:
+        child.kill()
+        child.join()
+    assert answer == 4.0 if method == "spawn" else "spawn" in answer

@@ -1,0 +1,183 @@
+"""Requests that fail, stall, are cut or changed: right values, or an error that names the object."""
+
+import re
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from tests.object_stores.states import ONCE, load, save, store_of
+from tests.support.ranks import run_ranks
+from tests.support.s3_proxy import (
+    Answer,
+    ApplyThenAnswer,
+    ApplyThenDrop,
+    CutAnswer,
+    DropBefore,
+    Fault,
+    FlipAnswer,
+    FlipRequest,
+    S3Proxy,
+    S3Request,
+    Stall,
+    Trickle,
+)
+from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import holdfast
+from holdfast._io.bucket_client import BucketAccess, S3Keys
+from holdfast._io.s3_uploads import S3Uploads
+from holdfast.errors import IntegrityError, StorageError
+
+pytestmark = [pytest.mark.slow, pytest.mark.one_core]
+
+DATA = re.compile(r"\.distcp$")
+LARGE = 20 << 20
+STORM: list[Fault] = [
+    Answer(503),
+    Answer(500),
+    Answer(429),
+    DropBefore(),
+    ApplyThenDrop(),
+    ApplyThenAnswer(503),
+    CutAnswer(1000),
+]
+QUICK = {"max_retries": 20, "backoff": {"init_backoff": timedelta(milliseconds=10), "base": 2.0}}
+
+
+def _unfinished(place: str, server: S3Server) -> list[str]:
+    access = BucketAccess(place, {"endpoint": server.endpoint})
+    keys = access.s3_keys()
+    assert isinstance(keys, S3Keys)
+    return [upload.key for upload in S3Uploads(access, keys).find(f"{access.prefix}/")]
+
+
+@pytest.mark.parametrize("fault", STORM, ids=lambda fault: type(fault).__name__ + str(vars(fault)))
+def test_three_of_ten_requests_fail_and_values_are_right(
+    proxy: S3Proxy, s3: S3Server, place: str, fault: Fault
+) -> None:
+    save(place, 1.0, nbytes=LARGE)
+    rule = proxy.on(fault, share=0.3)
+    save(place, 2.0, nbytes=LARGE, client_options=ONCE)
+    assert load(place, nbytes=LARGE, client_options=ONCE) == 2.0
+    assert rule.count > 0
+    assert len(store_of(place, s3).names()) == 2
+    assert _unfinished(place, s3) == []
+
+
+@pytest.mark.parametrize("fault", [Answer(403), Answer(400)])
+def test_an_upload_that_is_refused_is_named_and_leaves_the_old_checkpoint(
+    proxy: S3Proxy, s3: S3Server, place: str, fault: Fault
+) -> None:
+    save(place, 1.0)
+    proxy.on(fault, method="PUT", key=DATA, after=1)
+    with pytest.raises(StorageError, match=r"(?s)distcp.*PUT http.*while writing a") as caught:
+        save(place, 2.0, nbytes=LARGE)
+    assert caught.value.__cause__ is not None
+    proxy.rules.clear()
+    assert load(place) == 1.0
+    assert len(store_of(place, s3).names()) == 2
+    assert _unfinished(place, s3) == []
+
+
+def test_an_upload_that_stalls_is_sent_again(proxy: S3Proxy, place: str) -> None:
+    rule = proxy.on(Stall(), method="PUT", key=DATA, times=1)
+    save(place, 2.0, nbytes=LARGE, client_options=ONCE)
+    assert rule.count == 1
+    assert load(place, nbytes=LARGE) == 2.0
+
+
+def test_a_slow_link_is_not_a_failure(proxy: S3Proxy, place: str) -> None:
+    proxy.on(Trickle(8 << 20), key=DATA)
+    save(place, 2.0, nbytes=LARGE, client_options=ONCE)
+    assert load(place, nbytes=LARGE, client_options=ONCE) == 2.0
+
+
+@pytest.mark.parametrize("nbytes", [4096, LARGE])
+def test_bytes_that_change_on_their_way_up_are_refused_by_the_server(
+    proxy: S3Proxy, s3: S3Server, place: str, nbytes: int
+) -> None:
+    save(place, 1.0)
+    proxy.on(FlipRequest(1000), method="PUT", key=DATA)
+    with pytest.raises(StorageError, match="distcp"):
+        save(place, 2.0, nbytes=nbytes)
+    proxy.rules.clear()
+    assert load(place) == 1.0
+    assert len(store_of(place, s3).names()) == 2
+
+
+def test_bytes_that_change_on_their_way_down_are_asked_for_again(proxy: S3Proxy, place: str) -> None:
+    save(place, 2.0, nbytes=LARGE)
+    changed = list[str]()
+
+    def rule(request: S3Request) -> Fault | None:
+        first, _, last = request.headers.get("range", "").removeprefix("bytes=").partition("-")
+        if changed or not last or int(last) - int(first) < 1 << 20:
+            return None
+        changed.append(request.key)
+        return FlipAnswer(100_000)
+
+    proxy.rules.append(rule)
+    assert load(place, nbytes=LARGE) == 2.0
+    assert changed
+
+
+@pytest.mark.parametrize("nbytes", [4096, LARGE])
+def test_bytes_that_always_change_on_their_way_are_an_error_with_file_and_key(
+    proxy: S3Proxy, place: str, nbytes: int
+) -> None:
+    save(place, 2.0, nbytes=nbytes)
+    proxy.on(FlipAnswer(0), method="GET", key=DATA)
+    with pytest.raises(IntegrityError, match=r"s3://.*distcp"):
+        load(place, nbytes=nbytes)
+
+
+def test_metadata_that_change_on_their_way_are_an_error(proxy: S3Proxy, place: str) -> None:
+    save(place, 2.0)
+    for at in (10, -100, -3):
+        rule = proxy.on(FlipAnswer(at), method="GET", key="/.metadata", times=1)
+        with pytest.raises(IntegrityError, match=r"\.metadata"):
+            load(place)
+        assert rule.count == 1
+
+
+def test_a_server_that_ignores_ranges_is_an_error(proxy: S3Proxy, place: str) -> None:
+    save(place, 2.0, nbytes=LARGE)
+    proxy.on(Answer(200, body=bytes(1000)), method="GET", key=DATA)
+    with pytest.raises(StorageError, match="distcp"):
+        load(place, nbytes=LARGE)
+
+
+def _state(sharded_on: int) -> dict[str, Any]:
+    whole = torch.arange(6 * 1024 * 64, dtype=torch.float32).reshape(6 * 64, 1024)
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    return {"w": distribute_tensor(whole, mesh, [Shard(sharded_on)]), "n": 5}
+
+
+def save_on_ranks(place: str, endpoint: str) -> None:
+    writer = holdfast.ObjectStoreWriter(place, options=_options(endpoint), retry=QUICK)
+    holdfast.save(_state(0), storage_writer=writer)
+
+
+def load_on_ranks(place: str, endpoint: str) -> bool:
+    state = _state(1)
+    expected = state["w"].to_local().clone()
+    state["w"].to_local().zero_()
+    state["n"] = 0
+    reader = holdfast.ObjectStoreReader(place, options=_options(endpoint), retry=QUICK)
+    holdfast.load(state, storage_reader=reader)
+    return bool(torch.equal(state["w"].to_local(), expected)) and state["n"] == 5
+
+
+def _options(endpoint: str) -> dict[str, str]:
+    return {"endpoint": endpoint, "access_key_id": ACCESS_KEY, "secret_access_key": SECRET_KEY}
+
+
+def test_three_ranks_save_and_two_load_while_three_of_ten_requests_fail(proxy: S3Proxy, place: str) -> None:
+    for seed, fault in enumerate(STORM):
+        proxy.on(fault, share=0.3 / len(STORM), seed=seed)
+    assert [kind for kind, _ in run_ranks(save_on_ranks, 3, place, proxy.endpoint)] == ["returned"] * 3
+    assert run_ranks(load_on_ranks, 2, place, proxy.endpoint) == [("returned", True)] * 2
+    assert sum(request.fault is not None for request in proxy.requests) > 5
