@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.object_stores.states import ONCE, load, save, store_of
 from tests.support.ranks import run_ranks
 from tests.support.s3_proxy import (
@@ -152,7 +153,7 @@ def test_a_server_that_ignores_ranges_is_an_error(proxy: S3Proxy, place: str) ->
 
 def _state(sharded_on: int) -> dict[str, Any]:
     whole = torch.arange(6 * 1024 * 64, dtype=torch.float32).reshape(6 * 64, 1024)
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return {"w": distribute_tensor(whole, mesh, [Shard(sharded_on)]), "n": 5}
 
 
@@ -181,3 +182,39 @@ def test_three_ranks_save_and_two_load_while_three_of_ten_requests_fail(proxy: S
     assert [kind for kind, _ in run_ranks(save_on_ranks, 3, place, proxy.endpoint)] == ["returned"] * 3
     assert run_ranks(load_on_ranks, 2, place, proxy.endpoint) == [("returned", True)] * 2
     assert sum(request.fault is not None for request in proxy.requests) > 5
+
+
+def save_at_once(place: str, endpoint: str, overwrite: bool, rounds: int) -> list[str]:
+    """Save alone into the same places as the other ranks, at the same moment; what came of each save."""
+    found = []
+    for number in range(rounds):
+        writer = holdfast.ObjectStoreWriter(
+            f"{place}-{number}", options=_options(endpoint), overwrite=overwrite
+        )
+        state = {"rank": torch.full((1000,), float(dist.get_rank()))}
+        dist.barrier()
+        try:
+            holdfast.save(state, storage_writer=writer, no_dist=True)
+            found.append("saved")
+        except StorageError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_of_saves_at_once_one_wins_and_the_others_say_why(s3: S3Server, place: str, overwrite: bool) -> None:
+    """With overwriting, one may also come after the other, and win as well."""
+    rounds = 3
+    outcomes = run_ranks(save_at_once, 3, place, s3.endpoint, overwrite, rounds)
+    assert [kind for kind, _ in outcomes] == ["returned"] * 3, outcomes
+    for number in range(rounds):
+        came = [of_rank[number] for _, of_rank in outcomes]
+        winners = [rank for rank, what in enumerate(came) if what == "saved"]
+        assert winners
+        assert len(winners) == 1 or overwrite, came
+        assert all("another save" in what or "exists" in what for what in came if what != "saved"), came
+        state = {"rank": torch.zeros(1000)}
+        holdfast.load(state, checkpoint_id=f"{place}-{number}")
+        assert int(state["rank"][0]) in winners
+        assert torch.equal(state["rank"], state["rank"][:1].expand(1000))
+        assert len(store_of(f"{place}-{number}", s3).names()) == 2
