@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         testing,
         training_state,
     )
+    from holdfast._fsspec_filesystem import FsspecReader, FsspecWriter
     from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
     from holdfast.errors import CheckpointError, CheckpointException
     from holdfast.filesystem import FileSystemReader, FileSystemWriter
@@ -57,6 +58,8 @@ __all__ = [
     "DefaultSavePlanner",
     "FileSystemReader",
     "FileSystemWriter",
+    "FsspecReader",
+    "FsspecWriter",
     "LoadPlan",
     "LoadPlanner",
     "LoadResult",
@@ -98,6 +101,7 @@ __all__ = [
 _HOME = {
     name: module
     for module, names in {
+        "_fsspec_filesystem": ("FsspecReader", "FsspecWriter"),
         "default_planner": ("DefaultLoadPlanner", "DefaultSavePlanner"),
         "errors": ("CheckpointError", "CheckpointException"),
         "filesystem": ("FileSystemReader", "FileSystemWriter"),
