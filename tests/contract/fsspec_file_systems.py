@@ -96,21 +96,14 @@ class UploadingFileSystem(MemoryFileSystem):  # type: ignore[misc]
         return str(super()._strip_protocol(str(path).removeprefix("s3://")))
 
     def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
-        if mode == "rb":
-            return super()._open(path, mode)
-        return _Upload(self, path, mode, **{k: v for k, v in kwargs.items() if k == "block_size" and v})
+        if mode == "rb" or "data" in kwargs:
+            return super()._open(path, mode, **kwargs)
+        return _Upload(self, path, mode, block_size=kwargs["block_size"] or "default")
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
         if self.fail_at == "put":
             raise ConnectionError("the put failed")
         super().pipe_file(path, value, mode)
-
-    def open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
-        return (
-            super()._open(path, mode, data=kwargs["data"])
-            if "data" in kwargs
-            else super().open(path, mode, **kwargs)
-        )
 
     def rm_file(self, path: str) -> None:
         self.deleted.append(os.path.basename(path))
