@@ -21,6 +21,10 @@ class OtherLocalFileSystem(LocalFileSystem):  # type: ignore[misc]
 
     protocol = "other"
 
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> str:
+        return str(super()._strip_protocol(os.fspath(path).removeprefix("other://")))
+
 
 class RefusingFileSystem(OtherLocalFileSystem):
     """Whose rename refuses to replace a file, as that of smb."""
@@ -100,10 +104,10 @@ class UploadingFileSystem(MemoryFileSystem):  # type: ignore[misc]
             return super()._open(path, mode, **kwargs)
         return _Upload(self, path, mode, block_size=kwargs["block_size"] or "default")
 
-    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+    def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
         if self.fail_at == "put":
             raise ConnectionError("the put failed")
-        super().pipe_file(path, value, mode)
+        super().pipe_file(path, value, **kwargs)
 
     def rm_file(self, path: str) -> None:
         self.deleted.append(os.path.basename(path))

@@ -166,10 +166,10 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(at: str, monkeypatch: pytes
     fs: Any = UploadingFileSystem
     put = fs.pipe_file
 
-    def fail(self: Any, path: str, value: bytes, *args: Any) -> None:
+    def fail(self: Any, path: str, value: bytes) -> None:
         if path.endswith(".metadata"):
             raise ConnectionError("the put failed")
-        put(self, path, value, *args)
+        put(self, path, value)
 
     if at == "put":
         monkeypatch.setattr(fs, "pipe_file", fail)  # leases go on being written
