@@ -91,9 +91,15 @@ class UploadingFileSystem(MemoryFileSystem):  # type: ignore[misc]
     pseudo_dirs: ClassVar[list[str]] = [""]
     cachable = False
 
+    completed: ClassVar[list[str]] = []
     discarded: ClassVar[list[str]] = []
     deleted: ClassVar[list[str]] = []
     fail_at: ClassVar[str] = ""
+
+    @classmethod
+    def forget(cls) -> None:
+        for kept in (cls.store, cls.completed, cls.discarded, cls.deleted):
+            kept.clear()
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
@@ -123,6 +129,7 @@ class _Upload(AbstractBufferedFile):  # type: ignore[misc]
             raise ConnectionError("the upload failed")
         self.parts.write(self.buffer.getvalue())
         if final:
+            self.fs.completed.append(os.path.basename(self.path))
             MemoryFileSystem.pipe_file(self.fs, self.path, self.parts.getvalue())
         return True
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.contract.fsspec_file_systems import (
     forget_memory,
 )
 
+from holdfast._io import fsspec_files
 from holdfast._io.fsspec_store import FsspecStore, open_fsspec, open_fsspec_url
 from holdfast._io.local import LocalStore
 from holdfast._io.store import ByteStore
@@ -32,8 +34,7 @@ def memory() -> Iterator[None]:
     yield
     forget_memory()
     RememberingFileSystem.store.clear()
-    for kept in (UploadingFileSystem.store, UploadingFileSystem.discarded, UploadingFileSystem.deleted):
-        kept.clear()
+    UploadingFileSystem.forget()
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def test_an_aborted_upload_is_stopped_and_never_appears(uploads: FsspecStore) ->
     file.abort()
     del file
     gc.collect()  # an upload whose stream is closed late must not be completed by that
-    assert UploadingFileSystem.discarded == ["f"]
+    assert (UploadingFileSystem.discarded, UploadingFileSystem.completed) == (["f"], [])
     assert uploads.names() == set()
 
 
@@ -214,6 +215,35 @@ def test_files_in_folders_below_are_no_files_of_the_place() -> None:
     assert store.folders_with([".metadata"]) == (["3", "1"], ["2"])
     with pytest.raises(StorageError, match="is a directory"):
         store.open("1")
+    assert open_fsspec_url("memory://run/f").names() == set()  # some list a file as its own folder
+
+
+def test_a_file_system_that_is_not_known_to_take_threads_is_called_by_one_at_a_time() -> None:
+    found_free: list[bool] = []
+
+    class Watching(MemoryFileSystem):  # type: ignore[misc]
+        protocol = "watching"
+
+        def look_around(self) -> None:
+            lock = fsspec_files._turns[Watching]
+            thread = threading.Thread(target=lambda: found_free.append(lock.acquire(blocking=False)))
+            thread.start()
+            thread.join()
+
+        def cat_file(self, *args: Any, **kwargs: Any) -> Any:
+            self.look_around()
+            return super().cat_file(*args, **kwargs)
+
+        def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+            stream = super()._open(path, mode, **kwargs)
+            stream.flush = self.look_around
+            return stream
+
+    store = open_fsspec(Watching(), "memory://run")
+    with store.create("f") as file:
+        file.write(b"x")
+    assert store.read("f", max_bytes=1) == b"x"
+    assert found_free == [False, False]
 
 
 def test_all_files_are_tried_before_a_failed_delete_is_raised(uploads: FsspecStore) -> None:

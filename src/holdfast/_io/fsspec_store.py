@@ -127,9 +127,7 @@ class FsspecStore(StreamStore):
         start = f"{self._folder}/".lstrip("/")
         found = [(entry["name"].strip("/"), entry) for entry in self._files.entries(self._folder)]
         # Some list the folder itself, as an object without bytes or because it is a file.
-        return {
-            path[len(start) :]: entry for path, entry in found if path.startswith(start) and path != start
-        }
+        return {path[len(start) :]: entry for path, entry in found if path.startswith(start)}
 
     def names(self) -> set[str]:
         """The name of every file."""
