@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         testing,
         training_state,
     )
+    from holdfast._fsspec_filesystem import FsspecReader, FsspecWriter
     from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
     from holdfast.errors import CheckpointError, CheckpointException
     from holdfast.filesystem import FileSystemReader, FileSystemWriter
@@ -59,6 +60,8 @@ __all__ = [
     "DefaultSavePlanner",
     "FileSystemReader",
     "FileSystemWriter",
+    "FsspecReader",
+    "FsspecWriter",
     "LoadPlan",
     "LoadPlanner",
     "LoadResult",
@@ -103,6 +106,7 @@ __all__ = [
 _HOME = {
     name: module
     for module, names in {
+        "_fsspec_filesystem": ("FsspecReader", "FsspecWriter"),
         "default_planner": ("DefaultLoadPlanner", "DefaultSavePlanner"),
         "errors": ("CheckpointError", "CheckpointException"),
         "filesystem": ("FileSystemReader", "FileSystemWriter"),

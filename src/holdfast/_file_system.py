@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import cast
 
+from holdfast._io.fsspec_store import open_fsspec
 from holdfast._io.page_cache import PageCache
 from holdfast._io.places import local_path, open_place
 from holdfast._io.store import ByteStore
@@ -98,19 +99,26 @@ class FileSystem(FileSystemBase):
         return [str(entry) for entry in Path(path).iterdir()]
 
 
+_LOCAL = ("holdfast._file_system", "torch.distributed.checkpoint.filesystem")
+_FSSPEC = ("holdfast._fsspec_filesystem", "torch.distributed.checkpoint._fsspec_filesystem")
+
+
 def open_file_system(
     fs: FileSystemBase, path: str | os.PathLike[str], *, page_cache: PageCache = "auto"
 ) -> ByteStore:
     """The store of a folder of a file system.
 
-    Only the local file systems as they are, ours and torch's, are left aside for files of our own. Any other
-    class may have overridden what writing means.
+    Only the file systems as they are, ours and torch's, have stores of their own: the local ones, and those
+    of fsspec. Any other class may have overridden what writing means, and is used through its streams.
 
     Raises:
-        UsageError: ``path`` is a URL, and ``fs`` the local file system.
+        UsageError: ``path`` is a URL that no store serves, and ``fs`` the local file system.
     """
     kind = type(fs)
-    torchs = (kind.__module__, kind.__qualname__) == ("torch.distributed.checkpoint.filesystem", "FileSystem")
-    if kind is FileSystem or torchs:
+    home = kind.__module__ if kind.__qualname__ == "FileSystem" else ""
+    if home in _LOCAL:
         return open_place(path, page_cache=page_cache)
+    inner = getattr(fs, "fs", None)  # None until ``init_path``
+    if home in _FSSPEC and inner is not None:
+        return open_fsspec(inner, os.fspath(path), page_cache=page_cache)
     return StreamStore(fs, path)

@@ -1,11 +1,15 @@
 """The shipped suites, on the file storage and on the default planners."""
 
+import os
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem as FsspecMemory
+from tests.contract.fsspec_file_systems import OtherLocalFileSystem, forget_memory
 from tests.contract.memory_store import MemoryStore
 from tests.contract.stream_file_systems import (
     DiskFileSystem,
@@ -17,6 +21,7 @@ from tests.contract.stream_file_systems import (
 
 import holdfast as hf
 from holdfast._context import SaveContext
+from holdfast._io.fsspec_store import open_fsspec
 from holdfast._io.progress import ProgressTracker
 from holdfast._storage.store_reader import StoreReader
 from holdfast._storage.store_writer import StoreWriter
@@ -133,6 +138,45 @@ class TestStreamsOnDisk(StorageContract):
 
     def make_reader(self, place: Path) -> hf.StorageReader:
         return StreamReader(place, DiskFileSystem())
+
+
+class TestFsspecInMemory(StorageContract):
+    @pytest.fixture(autouse=True)
+    def memory(self) -> Iterator[None]:
+        yield
+        forget_memory()
+
+    def make_writer(self, place: Path) -> hf.StorageWriter:
+        return hf.FsspecWriter(f"memory:/{place}", thread_count=2)
+
+    def make_reader(self, place: Path) -> hf.StorageReader:
+        return hf.FsspecReader(f"memory:/{place}")
+
+    def stored_files(self, place: Path) -> dict[str, bytes]:
+        fs = FsspecMemory()
+        return {os.path.basename(path): fs.cat_file(path) for path in fs.ls(str(place), detail=False)}
+
+    def replace_stored_file(self, place: Path, name: str, data: bytes | None) -> None:
+        fs = FsspecMemory()
+        fs.store.pop(f"{place}/{name}", None)
+        if data is not None:
+            fs.pipe_file(f"{place}/{name}", data)
+
+
+class TestFsspecLocal(StorageContract):
+    def make_writer(self, place: Path) -> hf.StorageWriter:
+        return hf.FsspecWriter(f"file://{place}", sync_files=False)
+
+    def make_reader(self, place: Path) -> hf.StorageReader:
+        return hf.FsspecReader(f"file://{place}")
+
+
+class TestFsspecWithRename(StorageContract):
+    def make_writer(self, place: Path) -> hf.StorageWriter:
+        return StoreWriter(open_fsspec(OtherLocalFileSystem(), f"other://{place}"), sync_files=False)
+
+    def make_reader(self, place: Path) -> hf.StorageReader:
+        return StoreReader(open_fsspec(OtherLocalFileSystem(), f"other://{place}"))
 
 
 class TestDefaultPlanners(PlannerContract):

@@ -7,9 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
+from tests.contract.fsspec_file_systems import (
+    OtherLocalFileSystem,
+    RefusingFileSystem,
+    SilentFileSystem,
+    forget_memory,
+)
 from tests.contract.memory_store import MemoryStore
 from tests.contract.stream_file_systems import DiskFileSystem, ListedMemoryFileSystem
 
+from holdfast._io.fsspec_store import FsspecStore, open_fsspec, open_fsspec_url
 from holdfast._io.local import LocalStore
 from holdfast._io.local_reader import LocalReader
 from holdfast._io.store import ByteStore
@@ -76,3 +84,37 @@ class TestStreamsInMemory(StoreContract):
 class TestStreamsOnDisk(StoreContract):
     def make_store(self, tmp_path: Path) -> ByteStore:
         return StreamStore(DiskFileSystem(), tmp_path / "checkpoint")
+
+
+class TestFsspecInMemory(StoreContract):
+    @pytest.fixture(autouse=True)
+    def memory(self) -> Iterator[None]:
+        yield
+        forget_memory()
+
+    def make_store(self, tmp_path: Path) -> ByteStore:
+        return open_fsspec_url(f"memory:/{tmp_path}")
+
+
+class TestFsspecLocal(StoreContract):
+    def make_store(self, tmp_path: Path) -> ByteStore:
+        return open_fsspec(LocalFileSystem(), f"file://{tmp_path}/checkpoint")
+
+
+class TestFsspecWithRename(StoreContract):
+    """What fsspec reaches by folders and renames, as on a server."""
+
+    kind: type[OtherLocalFileSystem] = OtherLocalFileSystem
+
+    def make_store(self, tmp_path: Path) -> ByteStore:
+        store = open_fsspec(self.kind(), f"{tmp_path}/checkpoint")
+        assert isinstance(store, FsspecStore)
+        return store
+
+
+class TestFsspecWhoseRenameRefusesToReplace(TestFsspecWithRename):
+    kind = RefusingFileSystem
+
+
+class TestFsspecWhoseRenameDoesNothingInSilence(TestFsspecWithRename):
+    kind = SilentFileSystem

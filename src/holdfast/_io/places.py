@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from holdfast._io.fsspec_files import has_fsspec, knows_scheme
+from holdfast._io.fsspec_store import open_fsspec_url
 from holdfast._io.local import LocalStore
 from holdfast._io.page_cache import PageCache
 from holdfast._io.store import ByteStore
@@ -36,10 +38,14 @@ def open_bucket(url: str, **settings: Any) -> ByteStore:
 STORES: dict[str, Callable[[str], ByteStore]] = dict.fromkeys(
     ("s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss"), open_bucket
 )
-"""What opens the URLs of each scheme; ``file`` is known besides. A new kind of store is one entry here."""
+"""What opens the URLs of each scheme; ``file`` is known besides. A new kind of store is one entry here.
 
-# A path object turns "s3://bucket" into "s3:/bucket". One letter before the colon is a drive.
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
+All other URLs are opened by fsspec, if it is installed.
+"""
+
+# A path object turns "s3://bucket" into "s3:/bucket". One letter before the colon is a drive. fsspec writes a
+# file system over another one as a chain: "zip::s3://bucket/run.zip".
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?:/+|:(?=.*://))")
 
 
 def open_place(place: str | os.PathLike[str], *, page_cache: PageCache = "auto") -> ByteStore:
@@ -57,15 +63,21 @@ def open_place(place: str | os.PathLike[str], *, page_cache: PageCache = "auto")
         return LocalStore(folder, page_cache=page_cache)
     path = os.fspath(place)
     scheme, _, rest = path.partition(":")
-    if scheme not in STORES:
-        known = "".join(f", {known}:// URLs" for known in STORES)
-        raise UsageError(
-            f"Cannot detect which storage serves {path}: paths of folders{known} and file:// URLs are "
-            "supported. For other places pass a storage that knows them.",
-            path=path,
-            found=scheme,
-        )
-    return STORES[scheme](f"{scheme}://{rest.lstrip('/')}")
+    if scheme in STORES:
+        return STORES[scheme](f"{scheme}://{rest.lstrip('/')}")
+    if knows_scheme(scheme):
+        # A URL that begins with an empty host, hdfs:///run, stays what it is.
+        return open_fsspec_url(re.sub(r":/(?![/:])", "://", path, count=1), page_cache=page_cache)
+    known = "".join(f", {known}:// URLs" for known in STORES)
+    more = (
+        "and what fsspec knows" if has_fsspec() else "(pip install holdfast[fsspec] adds all that it knows)"
+    )
+    raise UsageError(
+        f"Cannot detect which storage serves {path}: paths of folders{known}, file:// URLs {more} are "
+        "supported. For other places pass a storage that knows them.",
+        path=path,
+        found=scheme,
+    )
 
 
 def local_path(place: str | os.PathLike[str]) -> str | None:

@@ -48,7 +48,7 @@ class StreamStore(ByteStore):
         self.url = str(path)
         self.traits = StoreTraits(writer_nbytes=1 << 20, lists_sizes=False)
         self._fs = fs
-        self._folder = path
+        self._folder: _Path = path
 
     def _path(self, name: str) -> _Path:
         return self._fs.concat_path(self._folder, name)
@@ -84,12 +84,16 @@ class StreamStore(ByteStore):
         """Whether there is something of that name."""
         return bool(self._fs.exists(self._path(check_name(name))))
 
-    def create(self, name: str, *, nbytes_hint: int | None = None, durable: bool = True) -> FileWriter:  # noqa: ARG002
+    def create(self, name: str, *, nbytes_hint: int | None = None, durable: bool = True) -> FileWriter:
         """Start a new file; see ByteStore."""
         path = self._path(check_name(name))
         if self._fs.exists(path):
             raise taken_name(str(path))
-        return _StreamWriter(self._fs, path, durable=durable)
+        return _StreamWriter(self._fs, path, self._create_stream(path, nbytes_hint), durable=durable)
+
+    def _create_stream(self, path: _Path, nbytes_hint: int | None) -> AbstractContextManager[Any]:  # noqa: ARG002
+        """Open a new file that will have about so many bytes."""
+        return self._fs.create_stream(path, "wb")
 
     def open(self, name: str) -> FileReader:
         """Open a file for reading; see ByteStore."""
@@ -117,7 +121,8 @@ class StreamStore(ByteStore):
         path, temporary = self._path(check_name(name)), self._path(temporary_name(name))
         if not overwrite and self._fs.exists(path):
             raise existing_file(str(path))
-        with _StreamWriter(self._fs, temporary, durable=durable) as file:
+        opened = self._fs.create_stream(temporary, "wb")
+        with _StreamWriter(self._fs, temporary, opened, durable=durable) as file:
             for piece in pieces:
                 file.write(piece)
         try:
@@ -173,13 +178,15 @@ def _sync(descriptor: int) -> None:
 
 
 class _StreamWriter(FileWriter):
-    def __init__(self, fs: StreamFileSystem, path: _Path, *, durable: bool) -> None:
+    def __init__(
+        self, fs: StreamFileSystem, path: _Path, opened: AbstractContextManager[Any], *, durable: bool
+    ) -> None:
         super().__init__(str(path))
         self._fs = fs
         self._path = path
         self._durable = durable
-        self._opened = fs.create_stream(path, "wb")
-        self._stream = self._opened.__enter__()
+        self._opened = opened
+        self._stream = opened.__enter__()
 
     def _append(self, view: memoryview, sums: BlockSums | None) -> None:
         if sums is not None:
