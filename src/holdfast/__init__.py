@@ -18,8 +18,13 @@ if TYPE_CHECKING:
         errors,
         extension,
         filesystem,
+        logger,
+        logging_handlers,
         metadata,
+        optimizer,
         planner,
+        planner_helpers,
+        resharding,
         staging,
         state_dict,
         state_dict_loader,
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
         storage,
         testing,
         training_state,
+        utils,
     )
     from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
     from holdfast.errors import CheckpointError, CheckpointException
@@ -40,6 +46,7 @@ if TYPE_CHECKING:
         MetadataIndex,
         TensorStorageMetadata,
     )
+    from holdfast.optimizer import load_sharded_optimizer_state_dict
     from holdfast.per_rank import PerRank
     from holdfast.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
     from holdfast.state_dict_loader import load, load_state_dict
@@ -80,9 +87,15 @@ __all__ = [
     "extension",
     "filesystem",
     "load",
+    "load_sharded_optimizer_state_dict",
     "load_state_dict",
+    "logger",
+    "logging_handlers",
     "metadata",
+    "optimizer",
     "planner",
+    "planner_helpers",
+    "resharding",
     "save",
     "save_state_dict",
     "staging",
@@ -93,6 +106,7 @@ __all__ = [
     "storage",
     "testing",
     "training_state",
+    "utils",
 ]
 
 _HOME = {
@@ -106,6 +120,7 @@ _HOME = {
             *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
             "TensorStorageMetadata",
         ),
+        "optimizer": ("load_sharded_optimizer_state_dict",),
         "per_rank": ("PerRank",),
         "planner": ("LoadPlan", "LoadPlanner", "ReadItem", "SavePlan", "SavePlanner", "WriteItem"),
         "state_dict_loader": ("load", "load_state_dict"),
@@ -118,7 +133,10 @@ _HOME = {
 }
 """The module that each public name lives in."""
 
-_MODULES = frozenset(name for name in __all__ if name not in _HOME and name != "__version__") | {"_extension"}
+_MODULES = frozenset(name for name in __all__ if name not in _HOME and name != "__version__") | {
+    *("_dedup_save_plans", "_dedup_tensors", "_extension", "_hf_utils", "_nested_dict"),
+    *("_sharded_tensor_utils", "_traverse"),
+}
 """What ``holdfast.<module>`` gives without an import of its own, as torch's package does."""
 
 

@@ -70,7 +70,7 @@ def _fill_chunks(
     """The boxes that together fill chunks of a tensor. Raises InvalidPlanError if an element is in none."""
     boxes = []
     for local, wanted in enumerate(chunks):
-        of_chunk = list(_fill_chunk(directory, number, wanted, local))
+        of_chunk = list(fill_chunk(directory, number, wanted, local))
         hole = cover_of(wanted.sizes, [Box(box.dest_offsets, box.lengths) for box in of_chunk])
         if hole is not None:
             start = tuple(a + b for a, b in zip(hole.offsets, wanted.offsets, strict=True))
@@ -83,9 +83,17 @@ def _fill_chunks(
     return boxes
 
 
-def _fill_chunk(
+def fill_chunk(
     directory: Directory, number: int, wanted: ChunkStorageMetadata, local: int
 ) -> Iterator[ReadBox]:
+    """The boxes that fill a chunk of a tensor, as far as stored chunks have its elements.
+
+    Args:
+        directory: What the checkpoint holds.
+        number: The tensor's number in it.
+        wanted: The chunk.
+        local: The chunk's number among those that this rank holds.
+    """
     size, box = torch.Size, Box(tuple(wanted.offsets), tuple(wanted.sizes))
     for position, chunk in _candidates(directory, number, box):
         both = intersect(box, chunk)
