@@ -8,8 +8,9 @@ import dataclasses
 import enum
 import functools
 import sys
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from holdfast import metadata as our_metadata_module
 from holdfast import planner as our_planner_module
@@ -132,3 +133,28 @@ def is_torchs(value: Any, module: str, name: str) -> bool:
     """Whether a value is an instance of torch's class of that name."""
     theirs = _torch_class(module, name)
     return theirs is not None and isinstance(value, theirs)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def serves_torch(method: F) -> F:
+    """Let a planner's method that makes plans take torch's records too, and return them to torch's package."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = {name: to_ours(value) for name, value in kwargs.items()}
+        made = method(self, *map(to_ours, args), **ours)
+        return _for_torch(made) if called_by_torch(self) else made
+
+    return cast("F", call)
+
+
+def _for_torch(made: Any) -> Any:
+    if isinstance(made, tuple):
+        return tuple(map(_for_torch, made))
+    theirs = to_torch(made)
+    if isinstance(made, our_metadata_module.Metadata):
+        # torch pickles it as it is, and must be able to read it where holdfast is not installed.
+        theirs.planner_data = in_plain_types(made.planner_data)
+    return theirs
