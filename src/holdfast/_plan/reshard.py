@@ -11,6 +11,7 @@ from holdfast._format.description import Directory
 from holdfast._geometry import Box, cover_of, intersect
 from holdfast._plan.metadata_entries import chunk_boxes, is_one_whole_chunk
 from holdfast._plan.read_columns import ReadBox, ReadColumns
+from holdfast._tensors.checkpointable import describes_itself
 from holdfast._tensors.chunks import is_sharded, local_chunks
 from holdfast._tensors.layout_table import LayoutTable
 from holdfast.errors import InvalidPlanError
@@ -52,7 +53,7 @@ class Resharding:
             columns.keys.append(key)
             columns.rows.append(row)
             return
-        if isinstance(value, DTensor):
+        if isinstance(value, DTensor) and not describes_itself(value):
             layout = self._layouts.of(value)
             what = (layout, directory.layout(number))
             boxes = self._known.get(what)

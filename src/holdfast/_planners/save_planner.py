@@ -22,6 +22,7 @@ from holdfast._plan.plan_cache import PlanCache, new_cache_key
 from holdfast._plan.planner_values import HasOwnValues, finds_values_itself
 from holdfast._plan.replica_fingerprints import fingerprint_replicas
 from holdfast._plan.write_columns import WriteItems
+from holdfast._tensors.checkpointable import describes_itself
 from holdfast._tensors.chunks import find_box, find_chunk, is_any_tensor, is_tensor, local_chunks
 from holdfast._tensors.layout_table import LayoutTable
 from holdfast._torch_compat import serves_torch, to_ours
@@ -197,7 +198,9 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The value that ``index`` names; for a sharded tensor the local chunk. For subclasses to extend."""
         value = self.state_dict[index.fqn]
-        return find_chunk(value, index, self._layouts) if is_tensor(value) else value
+        if not is_tensor(value) or (index.offset is None and describes_itself(value)):
+            return value
+        return find_chunk(value, index, self._layouts)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """Bring a value into the form that is stored. For subclasses to extend."""

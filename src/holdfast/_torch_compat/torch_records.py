@@ -18,6 +18,8 @@ from holdfast import storage as our_storage_module
 from holdfast._deferred import DeferredDict, DeferredList
 from holdfast._format.typed_key import TypedKey
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 _PACKAGE = "torch.distributed.checkpoint"
 _RECORDS = {
     "metadata": [
@@ -123,8 +125,10 @@ def called_by_torch(asking: object) -> bool:
 
     Overriding methods of a subclass may stand in between.
     """
+    methods = {name for cls in type(asking).__mro__ for name in vars(cls)}
     frame = sys._getframe(1)  # noqa: SLF001
-    while frame.f_back is not None and frame.f_locals.get("self") is asking:
+    # The frames are not asked for their variables: they would be kept alive, with all the caller's tensors.
+    while frame.f_back is not None and (frame.f_globals is globals() or frame.f_code.co_name in methods):
         frame = frame.f_back
     return str(frame.f_globals.get("__name__", "")).startswith(_PACKAGE)
 
@@ -135,11 +139,8 @@ def is_torchs(value: Any, module: str, name: str) -> bool:
     return theirs is not None and isinstance(value, theirs)
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
 def serves_torch(method: F) -> F:
-    """Let a planner's method that makes plans take torch's records too, and return them to torch's package."""
+    """Let a planner's method that makes plans take torch's records, and return them to torch's package."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
