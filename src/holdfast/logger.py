@@ -36,8 +36,9 @@ def _dcp_method_logger(
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             told = _describe_call(function.__name__, args, {**wrapper_kwargs, **kwargs})
+            told["log_exceptions"] = log_exceptions
             begun = time.time_ns()
-            _dcp_logger.debug({**told, "event": "start", "time": begun, "log_exceptions": log_exceptions})
+            _dcp_logger.debug({**told, "event": "start", "time": begun})
             try:
                 result = function(*args, **kwargs)
             except BaseException as error:

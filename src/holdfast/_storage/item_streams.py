@@ -1,4 +1,4 @@
-"""Items into open streams as torch writes them, for writers that make their files themselves."""
+"""Items into open streams, for writers that make their files themselves; in torch's terms."""
 
 import heapq
 import io
@@ -9,14 +9,22 @@ from typing import IO, Any, cast
 
 import torch
 
-from holdfast._format.item_table import StorageInfo
+from holdfast._io.blocks import BlockSums
+from holdfast._io.file_access import FileWriter
+from holdfast._io.streams import write_all
+from holdfast._plan.write_columns import columns_of
+from holdfast._storage.item_writer import ItemWriter
+from holdfast._torch_compat import to_ours
 from holdfast.errors import UsageError
 from holdfast.extension import StreamTransformExtension
-from holdfast.planner import WriteItem, WriteItemType
+from holdfast.planner import SavePlan, WriteItem, WriteItemType
 from holdfast.storage import WriteResult
 
 DEFAULT_SUFFIX = ".distcp"
 """How the names of data files end."""
+
+# What is copied at a time of a tensor that is not in the memory of the host as it is stored.
+_COPY_AT_ONCE = 8 << 20
 
 
 class SerializationFormat(Enum):
@@ -48,14 +56,14 @@ class StorageWriterTransforms:
         write_item: WriteItem,  # noqa: ARG002 - for subclasses
         raw_stream: io.IOBase,
     ) -> tuple[IO[bytes], list[str]]:
-        """A stream for one item, and the descriptors of what it goes through, as a reader undoes them.
+        """A stream for one item, and the descriptors of what it goes through, in the order of undoing.
 
         Closing the stream ends the item. ``raw_stream`` stays open.
         """
         stream = cast("IO[bytes]", _OneItem(raw_stream))
         for extension in self.extensions:
             stream = extension.transform_to(stream)
-        return stream, [extension.get_descriptor() for extension in reversed(self.extensions)]
+        return stream, [extension.get_descriptor() for extension in self.extensions]
 
 
 class _OneItem(io.RawIOBase):
@@ -110,31 +118,63 @@ def write_item(
     storage_key: str,
     serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
 ) -> WriteResult:
-    """Append an item to an open file, as torch does: nothing is checked when it is read again.
+    """Append an item to an open file, in the form that all our files have: loads check every byte of it.
 
     Args:
         transforms: What the item goes through.
         stream: The file, open for writing.
-        data: What the planner's ``resolve_data`` gave; a tensor must be in the memory of the host.
+        data: What the planner's ``resolve_data`` gave; a tensor may be on any device.
         write_item: The item.
         storage_key: The name of the file in the checkpoint.
-        serialization_format: With SAFETENSORS a tensor is not written here: the caller writes all of the
-            file at once.
+        serialization_format: Only ``TORCH_SAVE``.
     """
-    offset = stream.tell()
-    target, descriptors = transforms.transform_save_stream(write_item, stream)
-    if isinstance(data, io.BytesIO):
-        target.write(data.getbuffer())
-    elif not data.is_cpu:
+    if serialization_format is not SerializationFormat.TORCH_SAVE:
         raise UsageError(
-            f"{write_item.index.fqn} is on {data.device}: copy it to the CPU before it is written"
+            "items are written as TORCH_SAVE only; safetensors files are not written item by item"
         )
-    elif serialization_format is SerializationFormat.TORCH_SAVE:
-        # torch.save stores the whole memory that a view is a part of.
-        is_part = data.untyped_storage().nbytes() != data.nbytes
-        torch.save(data.clone() if is_part else data, target)
-    target.close()
-    in_stream = isinstance(data, io.BytesIO) or serialization_format is SerializationFormat.TORCH_SAVE
-    nbytes = stream.tell() - offset if in_stream else cast("torch.Tensor", data).nbytes
-    place = StorageInfo(storage_key, offset, nbytes, descriptors or None)
-    return WriteResult(write_item.index, nbytes, place)
+    lines = columns_of(SavePlan([to_ours(write_item)]))
+    applied = _Applied(transforms, write_item)
+    writer = ItemWriter(
+        _OpenFile(stream), 0, lines, [applied] if transforms.extensions else [], _COPY_AT_ONCE
+    )
+    writer.add(0, data)
+    lists: dict[str, list[Any]] = {"file_names": [storage_key], "transforms": [applied.descriptors]}
+    (result,) = writer.finish().sealed(lines.offsets, lists).results()
+    return result
+
+
+class _Applied:
+    """The transforms of a writer as one, for one item.
+
+    Attributes:
+        descriptors: Those of the transforms that were applied; None before.
+    """
+
+    def __init__(self, transforms: StorageWriterTransforms, item: WriteItem) -> None:
+        self._transforms, self._item = transforms, item
+        self.descriptors: tuple[str, ...] | None = None
+
+    def transform_to(self, output: Any) -> IO[bytes]:
+        stream, descriptors = self._transforms.transform_save_stream(self._item, output)
+        self.descriptors = tuple(descriptors)
+        return stream
+
+
+class _OpenFile(FileWriter):
+    """A file that somebody else has opened, and will close."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(str(getattr(stream, "name", "a stream")))
+        self._stream = stream
+        self.position = stream.tell()
+
+    def _append(self, view: memoryview, sums: BlockSums | None) -> None:
+        write_all(self._stream, view)
+        if sums is not None:
+            sums.update(view)
+
+    def _complete(self) -> None:
+        self._stream.flush()
+
+    def _discard(self) -> None:
+        """Nothing: the file is not ours to remove."""
