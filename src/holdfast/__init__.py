@@ -18,9 +18,14 @@ if TYPE_CHECKING:
         errors,
         extension,
         filesystem,
+        logger,
+        logging_handlers,
         metadata,
         object_store,
+        optimizer,
         planner,
+        planner_helpers,
+        resharding,
         staging,
         state_dict,
         state_dict_loader,
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
         storage,
         testing,
         training_state,
+        utils,
     )
     from holdfast._fsspec_filesystem import FsspecReader, FsspecWriter
     from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -43,6 +49,7 @@ if TYPE_CHECKING:
         TensorStorageMetadata,
     )
     from holdfast.object_store import ObjectStoreReader, ObjectStoreWriter
+    from holdfast.optimizer import load_sharded_optimizer_state_dict
     from holdfast.per_rank import PerRank
     from holdfast.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
     from holdfast.state_dict_loader import load, load_state_dict
@@ -87,10 +94,16 @@ __all__ = [
     "extension",
     "filesystem",
     "load",
+    "load_sharded_optimizer_state_dict",
     "load_state_dict",
+    "logger",
+    "logging_handlers",
     "metadata",
     "object_store",
+    "optimizer",
     "planner",
+    "planner_helpers",
+    "resharding",
     "save",
     "save_state_dict",
     "staging",
@@ -101,6 +114,7 @@ __all__ = [
     "storage",
     "testing",
     "training_state",
+    "utils",
 ]
 
 _HOME = {
@@ -116,6 +130,7 @@ _HOME = {
             "TensorStorageMetadata",
         ),
         "object_store": ("ObjectStoreReader", "ObjectStoreWriter"),
+        "optimizer": ("load_sharded_optimizer_state_dict",),
         "per_rank": ("PerRank",),
         "planner": ("LoadPlan", "LoadPlanner", "ReadItem", "SavePlan", "SavePlanner", "WriteItem"),
         "state_dict_loader": ("load", "load_state_dict"),
@@ -128,7 +143,10 @@ _HOME = {
 }
 """The module that each public name lives in."""
 
-_MODULES = frozenset(name for name in __all__ if name not in _HOME and name != "__version__") | {"_extension"}
+_MODULES = frozenset(name for name in __all__ if name not in _HOME and name != "__version__") | {
+    *("_dedup_save_plans", "_dedup_tensors", "_extension", "_hf_utils", "_nested_dict"),
+    *("_sharded_tensor_utils", "_traverse"),
+}
 """What ``holdfast.<module>`` gives without an import of its own, as torch's package does."""
 
 

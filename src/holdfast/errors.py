@@ -337,7 +337,7 @@ def describe_ranks(ranks: Iterable[int]) -> str:
 def portable_failure(failure: WRAPPED_EXCEPTION) -> WRAPPED_EXCEPTION:
     """A failure in a form that survives pickle, whatever its exception is."""
     error, trace = failure
-    return _portable(error), _portable_trace(trace)
+    return _portable(error), portable_trace(trace)
 
 
 def _describe(error: BaseException | None) -> list[str]:
@@ -364,7 +364,8 @@ def _portable(error: BaseException) -> BaseException:
     return error
 
 
-def _portable_trace(trace: traceback.StackSummary | None) -> Any:
+def portable_trace(trace: traceback.StackSummary | None) -> Any:
+    """A stack summary in a form that survives pickle."""
     # From Python 3.13 on a frame summary holds its code object, which cannot be pickled.
     if trace is None:
         return None

@@ -2,11 +2,22 @@
 
 import os
 from collections.abc import Sequence
-from enum import Enum
 
 from holdfast._file_system import FileSystem, FileSystemBase, open_file_system
+from holdfast._format.item_table import StorageInfo
+from holdfast._format.names import METADATA
 from holdfast._io.page_cache import PageCache, check_page_cache
 from holdfast._io.store import ByteStore
+from holdfast._storage.item_streams import (
+    DEFAULT_SUFFIX,
+    SerializationFormat,
+    StoragePrefix,
+    StorageWriterTransforms,
+    item_size,
+    split_by_size_and_type,
+    write_item,
+)
+from holdfast._storage.metadata_writing import VERSION
 from holdfast._storage.store_reader import StoreReader
 from holdfast._storage.store_writer import DEFAULT_BUDGET, StoreWriter
 from holdfast.errors import UsageError
@@ -15,6 +26,8 @@ from holdfast.staging import BlockingAsyncStager
 from holdfast.storage import WriteResult
 
 __all__ = [
+    "CURRENT_DCP_VERSION",
+    "DEFAULT_SUFFIX",
     "FileSystem",
     "FileSystemBase",
     "FileSystemReader",
@@ -24,11 +37,16 @@ __all__ = [
 ]
 
 
-class SerializationFormat(Enum):
-    """How tensors are stored: as ``torch.load`` reads them, or as safetensors files."""
+CURRENT_DCP_VERSION = VERSION
 
-    TORCH_SAVE = "torch_save"
-    SAFETENSORS = "safetensors"
+# Programs that write the files of a checkpoint themselves know these by torch's names.
+_metadata_fn = METADATA
+_StorageInfo = StorageInfo
+_StoragePrefix = StoragePrefix
+_StorageWriterTransforms = StorageWriterTransforms
+_item_size = item_size
+_split_by_size_and_type = split_by_size_and_type
+_write_item = write_item
 
 
 class _OfFileSystem:

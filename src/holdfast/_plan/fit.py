@@ -13,6 +13,7 @@ from holdfast._plan.load_coverage import is_of_another_rank, own_places
 from holdfast._plan.metadata_entries import description_of, directory_of, dtypes_of, is_one_whole_chunk
 from holdfast._plan.read_columns import ReadColumns
 from holdfast._plan.reshard import Resharding
+from holdfast._tensors.checkpointable import describes_itself
 from holdfast._tensors.chunks import dtype_of, global_shape, is_tensor, local_parts, refuse_undescribable
 from holdfast._tensors.layout_table import LayoutTable
 from holdfast._user_warning import warn_user
@@ -62,7 +63,7 @@ def plan_load(
                 report.add_missing(key, why)
             continue
         if kinds[number] == OBJECT:
-            if is_tensor(value):
+            if is_tensor(value) and not describes_itself(value):
                 report.add("kind", key, "the checkpoint has an object here, the state a tensor")
             add_key(key)
             add_row(row[number])
@@ -156,6 +157,10 @@ def _check_tensor(
         return
     if any(map(_repeats_memory, memory)):
         report.add("kind", key, "the state's tensor is expanded: several elements share one place in memory")
+    if describes_itself(value):
+        for wanted in {part.dtype for part in memory}:
+            check_dtype(key, dtype, wanted, cast, report, narrowed)
+        return
     check_dtype(key, dtype, dtype_of(value), cast, report, narrowed)
 
 

@@ -306,7 +306,7 @@ def unflatten(
         if path in known and (about := known[path].tensor) is not None:
             value = TensorParts(about=about)
         made[path] = value
-        _put(container(path[:-1], path[-1]), path[-1], value)
+        put_at(container(path[:-1], path[-1]), path[-1], value)
         return value
 
     waiting = sorted(known.items(), key=lambda entry: entry[1].position, reverse=True)
@@ -315,13 +315,14 @@ def unflatten(
         while waiting and waiting[-1][1].position <= order.get(key, 0):
             container(waiting.pop()[0], None)
         path = paths.get(key, (key,))
-        _put(container(path[:-1], path[-1]), path[-1], value)
+        put_at(container(path[:-1], path[-1]), path[-1], value)
     for path, _ in reversed(waiting):
         container(path, None)
     return root  # type: ignore[no-any-return]
 
 
-def _put(container: Any, step: str | int, value: Any) -> None:
+def put_at(container: Any, step: str | int, value: Any) -> None:
+    """Put a value where a step of a path leads; a list grows to the position, with None in between."""
     key = true_key(step)
     if isinstance(container, list):
         container.extend([None] * (key + 1 - len(container)))

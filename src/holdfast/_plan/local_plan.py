@@ -7,6 +7,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from holdfast._plan.write_columns import BYTE_IO, SHARD, TENSOR, Form, Numbering, WriteColumns
+from holdfast._tensors.checkpointable import describes_itself, items_to_write
 from holdfast._tensors.chunks import (
     PLAIN_TYPES,
     global_shape,
@@ -100,6 +101,9 @@ class _DTensorItems:
 
 
 def _add(columns: WriteColumns, numbering: Numbering, key: str, value: Any) -> None:
+    if is_sharded(value) and describes_itself(value):
+        _add_as_it_says(columns, numbering, key, value)
+        return
     if not is_tensor(value):
         if isinstance(value, bytes | bytearray) and len(value) >= _LARGE:
             # Only where it matters how they are written; the size of other values is not known yet.
@@ -112,6 +116,18 @@ def _add(columns: WriteColumns, numbering: Numbering, key: str, value: Any) -> N
     for chunk in local_chunks(value):
         form, offset = numbering.of(Form(properties, size, chunk.sizes), chunk.offsets)
         columns.add(key, kind, form, offset, hint)
+
+
+def _add_as_it_says(columns: WriteColumns, numbering: Numbering, key: str, value: Any) -> None:
+    """Add the items of a value that describes itself; all its tensor items count as chunks."""
+    for item in items_to_write(key, value):
+        data = item.tensor_data
+        if data is None:
+            columns.add(key, BYTE_IO, -1, -1, -1)
+            continue
+        size, offsets, lengths = map(torch.Size, (data.size, data.chunk.offsets, data.chunk.sizes))
+        form, offset = numbering.of(Form(data.properties.__getstate__(), size, lengths), offsets)
+        columns.add(key, SHARD, form, offset, -1)
 
 
 def _properties_of(value: Any) -> tuple[torch.dtype, torch.layout, bool, str, bool]:

@@ -111,7 +111,12 @@ class PlanCache:
 
     def finish(self, answer: SavePlan) -> SavePlan:
         """On each rank: the plan to carry out. All ranks have planned now, and remember."""
-        final = answer if answer.usable else SavePlanner._cached_final_save_plan[self.key]
+        final = answer
+        if not answer.usable:
+            final = SavePlanner._cached_final_save_plan[self.key]
+            if answer.storage_data is not None:
+                # What the storage has noted is of this save; the cached plan has the notes of another.
+                final = dataclasses.replace(final, storage_data=answer.storage_data)
         assert self._offered is not None
         SavePlanner._cached_final_save_plan[self.key] = final
         SavePlanner._cached_save_plan[self.key] = self._offered

@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from holdfast._objects.object_fingerprint import fingerprint
 from holdfast._plan.flatten import Path, container_kinds
+from holdfast._tensors.checkpointable import describes_itself
 from holdfast._tensors.chunks import is_sharded, is_tensor
 from holdfast._tensors.dtensors import held_pieces, memory_of_piece
 from holdfast._tensors.tensor_fingerprint import fingerprint_tensor
@@ -49,9 +50,11 @@ def fingerprint_replicas(
         if rank_key(key) is not None:
             continue
         if is_sharded(value):
-            # What a ShardedTensor's other ranks hold is not known here.
+            # What other ranks hold of a ShardedTensor is not known here, nor of what describes itself.
             # Classes: torch 2.13 takes 10 us to make a placement and compare it.
             if not isinstance(value, DTensor) or Replicate not in map(type, value.placements):
+                continue
+            if describes_itself(value):
                 continue
             layout = (id(value.device_mesh), value.placements)
             if layout not in known:

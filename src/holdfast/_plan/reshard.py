@@ -11,6 +11,7 @@ from holdfast._format.description import Directory
 from holdfast._geometry import Box, cover_of, intersect
 from holdfast._plan.metadata_entries import chunk_boxes, is_one_whole_chunk
 from holdfast._plan.read_columns import ReadBox, ReadColumns
+from holdfast._tensors.checkpointable import describes_itself
 from holdfast._tensors.chunks import is_sharded, local_chunks
 from holdfast._tensors.layout_table import LayoutTable
 from holdfast.errors import InvalidPlanError
@@ -52,7 +53,7 @@ class Resharding:
             columns.keys.append(key)
             columns.rows.append(row)
             return
-        if isinstance(value, DTensor):
+        if isinstance(value, DTensor) and not describes_itself(value):
             layout = self._layouts.of(value)
             what = (layout, directory.layout(number))
             boxes = self._known.get(what)
@@ -70,7 +71,7 @@ def _fill_chunks(
     """The boxes that together fill chunks of a tensor. Raises InvalidPlanError if an element is in none."""
     boxes = []
     for local, wanted in enumerate(chunks):
-        of_chunk = list(_fill_chunk(directory, number, wanted, local))
+        of_chunk = list(fill_chunk(directory, number, wanted, local))
         hole = cover_of(wanted.sizes, [Box(box.dest_offsets, box.lengths) for box in of_chunk])
         if hole is not None:
             start = tuple(a + b for a, b in zip(hole.offsets, wanted.offsets, strict=True))
@@ -83,9 +84,17 @@ def _fill_chunks(
     return boxes
 
 
-def _fill_chunk(
+def fill_chunk(
     directory: Directory, number: int, wanted: ChunkStorageMetadata, local: int
 ) -> Iterator[ReadBox]:
+    """The boxes that fill a chunk of a tensor, as far as stored chunks have its elements.
+
+    Args:
+        directory: What the checkpoint holds.
+        number: The tensor's number in it.
+        wanted: The chunk.
+        local: The chunk's number among those that this rank holds.
+    """
     size, box = torch.Size, Box(tuple(wanted.offsets), tuple(wanted.sizes))
     for position, chunk in _candidates(directory, number, box):
         both = intersect(box, chunk)

@@ -8,6 +8,7 @@ import torch
 from holdfast._format.item_table import StorageInfo
 from holdfast._plan.flatten import Container, Path, containers_of, unflatten
 from holdfast._planners.load_planner import DefaultLoadPlanner
+from holdfast._torch_compat import to_ours
 from holdfast.errors import MetadataFormatError, MissingKeyError, UsageError
 from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, TensorStorageMetadata
 
@@ -44,6 +45,7 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
             raise UsageError("the state to load into must be empty: it is built from the checkpoint")
         if metadata is None:
             raise UsageError("the planner was set up without the checkpoint's metadata")
+        metadata = to_ours(metadata)
         paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
         leaves = {
             key: _memory_for(key, entry, metadata.storage_data)

@@ -22,6 +22,7 @@ from holdfast._tensors.chunks import find_chunk, is_any_tensor, is_without_memor
 from holdfast._tensors.dtensors import narrowed
 from holdfast._tensors.layout_table import LayoutTable
 from holdfast._tensors.meta_memory import MetaMemory
+from holdfast._torch_compat import serves_torch, to_ours
 from holdfast.errors import UsageError
 from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex
 from holdfast.planner import LoadPlan, LoadPlanner, ReadItem
@@ -94,7 +95,7 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
         self.original_state_dict = state_dict
         self._layouts = LayoutTable()
         self._flatten(open_every_dict=True)
-        self.metadata = metadata
+        self.metadata: Metadata | None = to_ours(metadata)
         self.is_coordinator = is_coordinator
 
     def _flatten(self, *, open_every_dict: bool) -> None:
@@ -107,6 +108,7 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
             self.state_dict = original
             self._slots = {key: (original, key) for key in original}
 
+    @serves_torch
     def create_local_plan(self) -> LoadPlan:
         """Return which boxes of which stored chunks fill this rank's part of the state."""
         if self.metadata is None:
@@ -136,10 +138,12 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
             self.state_dict, self.mappings, self._slots = now
 
     @known_to_engine
+    @serves_torch
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans as they are: each rank reads what it needs."""
         return create_default_global_load_plan(global_plan)
 
+    @serves_torch
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Give memory to tensors on the meta device. Until this call the state is unchanged."""
         planned = set(keys_of(new_plan))
@@ -165,7 +169,7 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Decode an object and put it where it stood in the state."""
-        key = read_item.dest_index.fqn
+        key = read_item.dest_index.fqn  # torch's record has the same
         self.put(
             key,
             decode_object(key, value, allow_pickle=self.allow_pickle, safe_globals=self.safe_globals),
@@ -173,7 +177,8 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """The box of the state's own memory that the item fills."""
-        return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
+        item = to_ours(read_item)
+        return self.transform_tensor(item, self.lookup_tensor(item.dest_index))
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """The tensor, or the local chunk of it, that ``index`` names. For subclasses to extend."""

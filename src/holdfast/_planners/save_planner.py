@@ -22,8 +22,10 @@ from holdfast._plan.plan_cache import PlanCache, new_cache_key
 from holdfast._plan.planner_values import HasOwnValues, finds_values_itself
 from holdfast._plan.replica_fingerprints import fingerprint_replicas
 from holdfast._plan.write_columns import WriteItems
+from holdfast._tensors.checkpointable import describes_itself
 from holdfast._tensors.chunks import find_box, find_chunk, is_any_tensor, is_tensor, local_chunks
 from holdfast._tensors.layout_table import LayoutTable
+from holdfast._torch_compat import serves_torch, to_ours
 from holdfast._user_warning import warn_user
 from holdfast.errors import InvalidPlanError, UsageError
 from holdfast.metadata import STATE_DICT_TYPE, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
@@ -99,6 +101,7 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
 
+    @serves_torch
     def create_local_plan(self) -> SavePlan:
         """Return one item for each tensor or chunk and each other value of this rank."""
         plan = create_default_local_save_plan(self.state_dict, self.is_coordinator)
@@ -144,6 +147,7 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
             self._cache.withdraw()
         return problems
 
+    @serves_torch
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Give each value to one rank, describe the whole, and check that nothing overlaps or is left out."""
         if self._enable_plan_caching:
@@ -165,6 +169,7 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
             raise InvalidPlanError("the global plan is not valid: " + "; ".join(problems[:16]))
         return plans, metadata
 
+    @serves_torch
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Take the coordinator's plan, or the cached one if it says that nothing changed."""
         if self._enable_plan_caching:
@@ -174,6 +179,7 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The tensor itself, or the object as the stream that is stored."""
+        write_item = to_ours(write_item)
         value: Any = None
         if write_item.type == WriteItemType.SHARD and write_item.tensor_data is not None:
             value = self._part(write_item.index.fqn, write_item.tensor_data.chunk)
@@ -192,7 +198,9 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The value that ``index`` names; for a sharded tensor the local chunk. For subclasses to extend."""
         value = self.state_dict[index.fqn]
-        return find_chunk(value, index, self._layouts) if is_tensor(value) else value
+        if not is_tensor(value) or (index.offset is None and describes_itself(value)):
+            return value
+        return find_chunk(value, index, self._layouts)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """Bring a value into the form that is stored. For subclasses to extend."""

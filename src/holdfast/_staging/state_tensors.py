@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast._staging.staging_copy import differs
 from holdfast._staging.state_tree import Memo, find_tensors, key_of
+from holdfast._tensors.checkpointable import shards_wrapper, with_shards
 from holdfast._tensors.chunks import is_sharded
 from holdfast._tensors.dtensors import around, local_tensor
 from holdfast.errors import PlanError
@@ -67,6 +68,8 @@ def _local_parts(value: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors in whose memory this rank holds its part of a tensor of any kind."""
     if not is_sharded(value):
         return [value]
+    if (wrapper := shards_wrapper(value)) is not None:
+        return list(wrapper.local_shards())
     if isinstance(value, DTensor):
         return [local_tensor(value)]
     assert isinstance(value, ShardedTensor)
@@ -80,18 +83,21 @@ def _rebuilt(value: torch.Tensor, copies: Iterator[torch.Tensor]) -> torch.Tenso
     """
     if not is_sharded(value):
         return next(copies)
+    if (wrapper := shards_wrapper(value)) is not None:
+        made = with_shards(wrapper, [next(copies) for _ in wrapper.local_shards()])
+        return around(value, made) if isinstance(value, DTensor) else made
     if isinstance(value, DTensor):
         return around(value, next(copies))
     assert isinstance(value, ShardedTensor)
     shards = [Shard(next(copies), _on_host(shard.metadata)) for shard in value.local_shards()]
     about = value.metadata()
-    made: Any = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
+    made = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
         type(value), about.size, dtype=about.tensor_properties.dtype, requires_grad=False
     )
     # The object that has this number removes it from torch's list of sharded tensors when it is dropped.
     noted = {name: fact for name, fact in vars(value).items() if name != "_sharded_tensor_id"}
     vars(made).update(noted, _local_shards=shards)
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def _on_host(metadata: Any) -> Any:

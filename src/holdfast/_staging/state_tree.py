@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from holdfast._tensors.checkpointable import describes_itself, shards_wrapper
 from holdfast._tensors.chunks import is_sharded, is_tensor
 from holdfast._tensors.tensor_parts import TensorParts
 from holdfast.errors import PlanError, UsageError
@@ -43,10 +44,14 @@ def _find(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None:
     for entry in value.values() if isinstance(value, Mapping) else value:
         kind = type(entry)
         if kind in _PLAIN or isinstance(entry, torch.Tensor):
-            if is_tensor(entry) and (kind in _PLAIN or is_sharded(entry)):
+            if is_tensor(entry) and (kind in _PLAIN or _has_known_shards(entry)):
                 found[id(entry)] = entry
         elif kind not in _IMMUTABLE and isinstance(entry, Mapping | list | tuple):
             _find(entry, found, seen)
+
+
+def _has_known_shards(value: torch.Tensor) -> bool:
+    return is_sharded(value) and (not describes_itself(value) or shards_wrapper(value) is not None)
 
 
 def copy_around(state: Any, memo: Memo) -> Any:

@@ -6,7 +6,7 @@ import itertools
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,11 +21,17 @@ from holdfast._storage.results import WrittenItems
 from holdfast._storage.small_items import SMALL, ItemTemplate, frame_of, template_of
 from holdfast._tensors.host import copy_of, host_pieces
 from holdfast.errors import IncompleteWriteError
-from holdfast.extension import StreamTransformExtension
 
 # Memory of this size is reused from one pack to the next. Packs of megabytes are given back to the system
 # each time, and their pages cost more than all else that is done for a tensor of 4 KiB.
 PACK = 256 * 1024
+
+
+class AppliesToStream(Protocol):
+    """What is needed of a stream transform to write."""
+
+    def transform_to(self, output: Any, /) -> Any:
+        """A stream whose bytes reach ``output`` transformed."""
 
 
 @dataclass(eq=False)
@@ -44,7 +50,7 @@ class ItemWriter:
     file: FileWriter
     file_number: int
     lines: WriteColumns
-    transforms: Sequence[StreamTransformExtension]
+    transforms: Sequence[AppliesToStream]
     copy_at_once: int
     items: WrittenItems = field(default_factory=WrittenItems)
     _packed: list[Any] = field(default_factory=list)

@@ -10,6 +10,7 @@ import torch
 from holdfast._deferred import DeferredList
 from holdfast._format.item_table import COLUMNS, StorageInfo, default_number
 from holdfast._plan.interning import pack, unpack
+from holdfast.errors import IncompleteWriteError
 from holdfast.metadata import MetadataIndex
 from holdfast.storage import WriteResult
 
@@ -153,6 +154,13 @@ def result_columns(results: Sequence[WriteResult]) -> ResultColumns:
     offsets = [result.index.offset for result in results]
     for row, result in enumerate(results):
         index, info = result.index, result.storage_data
+        if not isinstance(info, StorageInfo) or not info.is_checked:
+            raise IncompleteWriteError(
+                f"{index.fqn}: write_data gave the place {info!r}, which has no checksums: a load could not "
+                "check its bytes. Write items with holdfast.filesystem._write_item, and return its results.",
+                key=index.fqn,
+                found=info,
+            )
         numbers = {
             "chunk_offsets": -1 if index.offset is None else row,
             "hints": -1 if index.index is None else index.index,

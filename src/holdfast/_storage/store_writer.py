@@ -12,7 +12,13 @@ from torch.futures import Future
 from holdfast._context import SaveContext
 from holdfast._format.description import ints
 from holdfast._format.manifest import Manifest
-from holdfast._format.names import METADATA, data_file_name, metadata_name, shows_a_checkpoint
+from holdfast._format.names import (
+    METADATA,
+    SAVE_DIGITS,
+    data_file_name,
+    metadata_name,
+    shows_a_checkpoint,
+)
 from holdfast._io.lease import Lease, take_lease
 from holdfast._io.store import ByteStore
 from holdfast._plan.metadata_entries import directory_of
@@ -69,6 +75,11 @@ class FilePrefix:
     def name(self, number: int) -> str:
         """The name of the rank's file ``number``."""
         return data_file_name(self.rank, number, self.save, spread=self.spread)
+
+    @property
+    def prefix(self) -> str:
+        """What writers of other files put before their number; no other save has the same."""
+        return f"__{self.rank}_{int(self.save[:SAVE_DIGITS], 16):015}"
 
 
 class StoreWriter(AtStore[ByteStore], StorageWriter):

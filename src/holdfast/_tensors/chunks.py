@@ -14,6 +14,14 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.tensor import DTensor
 
+from holdfast._tensors.checkpointable import (
+    describes_itself,
+    has_methods,
+    held_boxes,
+    held_shards,
+    memory_of_box,
+    whole_shape,
+)
 from holdfast._tensors.dtensors import local_tensor, memory_of_piece, narrowed, with_local_memory
 from holdfast._tensors.layout_table import Layout, LayoutTable
 from holdfast.errors import PlanError
@@ -26,10 +34,12 @@ PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 def is_tensor(value: Any) -> bool:
     """Whether a value is stored as a tensor: elements in chunks, loaded in place.
 
-    Sparse and quantized tensors are more than their elements. They are stored as objects, whole.
+    Sparse and quantized tensors are more than their elements. They are stored as objects, whole. A value of
+    another class that says itself which chunks it holds is stored as a tensor.
     """
-    if type(value) not in PLAIN_TYPES:
-        if isinstance(value, ShardedTensor):
+    kind = type(value)
+    if kind not in PLAIN_TYPES:
+        if isinstance(value, ShardedTensor) or has_methods(kind):
             return True
         if not isinstance(value, torch.Tensor):
             return False
@@ -38,12 +48,13 @@ def is_tensor(value: Any) -> bool:
 
 def is_any_tensor(value: Any) -> bool:
     """Whether a value is a tensor of any kind, however it is stored."""
-    return isinstance(value, torch.Tensor)
+    return isinstance(value, torch.Tensor) or has_methods(type(value))
 
 
 def is_sharded(value: Any) -> bool:
     """Whether ranks may hold different chunks of the tensor."""
-    return type(value) not in PLAIN_TYPES and isinstance(value, DTensor | ShardedTensor)
+    kind = type(value)
+    return kind not in PLAIN_TYPES and (isinstance(value, DTensor | ShardedTensor) or has_methods(kind))
 
 
 def refuse_unsavable(key: str, value: Any) -> None:
@@ -104,6 +115,8 @@ def is_plain_part(value: Any, dtype: torch.dtype) -> bool:
 
 def local_parts(value: Any) -> list[torch.Tensor]:
     """The plain tensors that hold this rank's elements of a tensor of any kind."""
+    if type(value) not in PLAIN_TYPES and describes_itself(value):
+        return held_shards(value)
     if isinstance(value, DTensor):
         return [local_tensor(value)] if value.device_mesh.get_coordinate() is not None else []
     if isinstance(value, ShardedTensor):
@@ -113,6 +126,8 @@ def local_parts(value: Any) -> list[torch.Tensor]:
 
 def global_shape(value: Any) -> torch.Size:
     """The shape of the whole tensor, over all ranks."""
+    if not isinstance(value, torch.Tensor) or has_methods(type(value)):
+        return whole_shape(value)
     # Whatever else is asked of a ShardedTensor, torch answers with a warning.
     shape: torch.Size = value.metadata().size if isinstance(value, ShardedTensor) else value.size()
     return shape
@@ -136,6 +151,8 @@ def local_chunks(value: Any, layouts: LayoutTable | None = None) -> Sequence[Chu
         PlanError: They cannot be known, as ``refuse_undescribable`` would say with the key.
     """
     if is_sharded(value):
+        if describes_itself(value):
+            return held_boxes(value)
         if isinstance(value, DTensor):
             return _layout_of(value, layouts).chunks
         shards = _full_shards(value)
@@ -175,7 +192,9 @@ def _memory_of_chunk(value: Any, number: int, key: str, layouts: LayoutTable | N
     """The memory of one of the boxes of ``local_chunks``."""
     if not is_sharded(value):
         return value  # type: ignore[no-any-return]
-    if isinstance(value, DTensor):
+    if describes_itself(value):
+        memory = memory_of_box(value, key, held_boxes(value)[number])
+    elif isinstance(value, DTensor):
         memory = memory_of_piece(value, _layout_of(value, layouts).pieces[number])
     elif shards := _full_shards(value):
         memory = shards[number].tensor
@@ -206,7 +225,7 @@ def with_memory(value: Any, device: torch.device) -> Any:
     Raises:
         PlanError: It is a ShardedTensor or of a class that we cannot make.
     """
-    if isinstance(value, DTensor):
+    if isinstance(value, DTensor) and not describes_itself(value):
         return with_local_memory(value, device)
     if type(value) in PLAIN_TYPES:
         made = torch.empty_like(value, device=device, requires_grad=value.requires_grad)
@@ -263,6 +282,9 @@ def find_box(
         room = [b - a for a, b in zip(box.sizes, chunk.sizes, strict=True)]
         if all(0 <= start <= most for start, most in zip(starts, room, strict=True)):
             return narrowed(_memory_of_chunk(value, number, key, layouts), starts, box.sizes)
+    if is_sharded(value) and describes_itself(value):
+        # It may write other boxes than those that it loads into.
+        return memory_of_box(value, key, box)
     held = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
     raise PlanError(
         f"{key}: a box at {tuple(box.offsets)} of sizes {tuple(box.sizes)} was asked for, and none of this "

@@ -11,6 +11,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
+from holdfast._tensors.checkpointable import has_methods
 from holdfast._tensors.chunks import PLAIN_TYPES, is_tensor
 from holdfast._tensors.dtensors import PartOfShard, around, held_pieces, local_tensor
 from holdfast._tensors.shard_parts import divide_part, find_part_dims
@@ -102,6 +103,7 @@ def has_parts(kind: type) -> bool:
         kind not in PLAIN_TYPES
         and issubclass(kind, torch.Tensor)
         and not issubclass(kind, DTensor | AsyncCollectiveTensor)
+        and not has_methods(kind)
         and issubclass(kind, _MadeOfTensors)
     )
 

@@ -6,7 +6,7 @@ from holdfast._torch_compat.torch_plugins import (
     our_storage_reader,
     our_storage_writer,
 )
-from holdfast._torch_compat.torch_records import called_by_torch, to_ours, to_torch
+from holdfast._torch_compat.torch_records import called_by_torch, serves_torch, to_ours, to_torch
 
 __all__ = [
     "called_by_torch",
@@ -14,6 +14,7 @@ __all__ = [
     "our_save_planner",
     "our_storage_reader",
     "our_storage_writer",
+    "serves_torch",
     "to_ours",
     "to_torch",
 ]

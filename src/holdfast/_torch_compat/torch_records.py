@@ -8,14 +8,17 @@ import dataclasses
 import enum
 import functools
 import sys
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from holdfast import metadata as our_metadata_module
 from holdfast import planner as our_planner_module
 from holdfast import storage as our_storage_module
 from holdfast._deferred import DeferredDict, DeferredList
 from holdfast._format.typed_key import TypedKey
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _PACKAGE = "torch.distributed.checkpoint"
 _RECORDS = {
@@ -122,8 +125,10 @@ def called_by_torch(asking: object) -> bool:
 
     Overriding methods of a subclass may stand in between.
     """
+    methods = {name for cls in type(asking).__mro__ for name in vars(cls)}
     frame = sys._getframe(1)  # noqa: SLF001
-    while frame.f_back is not None and frame.f_locals.get("self") is asking:
+    # The frames are not asked for their variables: they would be kept alive, with all the caller's tensors.
+    while frame.f_back is not None and (frame.f_globals is globals() or frame.f_code.co_name in methods):
         frame = frame.f_back
     return str(frame.f_globals.get("__name__", "")).startswith(_PACKAGE)
 
@@ -132,3 +137,25 @@ def is_torchs(value: Any, module: str, name: str) -> bool:
     """Whether a value is an instance of torch's class of that name."""
     theirs = _torch_class(module, name)
     return theirs is not None and isinstance(value, theirs)
+
+
+def serves_torch(method: F) -> F:
+    """Let a planner's method that makes plans take torch's records, and return them to torch's package."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = {name: to_ours(value) for name, value in kwargs.items()}
+        made = method(self, *map(to_ours, args), **ours)
+        return _for_torch(made) if called_by_torch(self) else made
+
+    return cast("F", call)
+
+
+def _for_torch(made: Any) -> Any:
+    if isinstance(made, tuple):
+        return tuple(map(_for_torch, made))
+    theirs = to_torch(made)
+    if isinstance(made, our_metadata_module.Metadata):
+        # torch pickles it as it is, and must be able to read it where holdfast is not installed.
+        theirs.planner_data = in_plain_types(made.planner_data)
+    return theirs
