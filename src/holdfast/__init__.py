@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         errors,
         extension,
         filesystem,
+        hf_storage,
         metadata,
         planner,
         staging,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
     from holdfast.errors import CheckpointError, CheckpointException
     from holdfast.filesystem import FileSystemReader, FileSystemWriter
+    from holdfast.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
     from holdfast.load_result import LoadResult
     from holdfast.metadata import (
         BytesStorageMetadata,
@@ -57,6 +59,8 @@ __all__ = [
     "DefaultSavePlanner",
     "FileSystemReader",
     "FileSystemWriter",
+    "HuggingFaceStorageReader",
+    "HuggingFaceStorageWriter",
     "LoadPlan",
     "LoadPlanner",
     "LoadResult",
@@ -79,6 +83,7 @@ __all__ = [
     "errors",
     "extension",
     "filesystem",
+    "hf_storage",
     "load",
     "load_state_dict",
     "metadata",
@@ -101,6 +106,7 @@ _HOME = {
         "default_planner": ("DefaultLoadPlanner", "DefaultSavePlanner"),
         "errors": ("CheckpointError", "CheckpointException"),
         "filesystem": ("FileSystemReader", "FileSystemWriter"),
+        "hf_storage": ("HuggingFaceStorageReader", "HuggingFaceStorageWriter"),
         "load_result": ("LoadResult",),
         "metadata": (
             *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
