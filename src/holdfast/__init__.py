@@ -124,7 +124,9 @@ _HOME = {
 }
 """The module that each public name lives in."""
 
-_MODULES = frozenset(name for name in __all__ if name not in _HOME and name != "__version__") | {"_extension"}
+_MODULES = frozenset(name for name in __all__ if name not in _HOME and name != "__version__") | {
+    *("_consolidate_hf_safetensors", "_extension", "quantized_hf_storage")
+}
 """What ``holdfast.<module>`` gives without an import of its own, as torch's package does."""
 
 

@@ -40,7 +40,10 @@ def spread(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     line = init_device_mesh("cpu", (world,))
     placements: dict[str, Any] = {
         **{f"cube.{dim}": [Shard(dim)] for dim in range(3)},
-        **{"long rows": [Shard(1)], "columns": [Shard(1)], "replicated": [Replicate()], "empty": [Shard(0)]},
+        "long rows": [Shard(1)],
+        "columns": [Shard(1)],
+        "replicated": [Replicate()],
+        "empty": [Shard(0)],
     }
     spread_out = {
         key: distribute_tensor(value, line, placements[key]) if key in placements else value

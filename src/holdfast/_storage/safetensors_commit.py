@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from holdfast._format.names import SAVE_DIGITS
+from holdfast._format.names import SAVE_DIGITS, is_leftover
 from holdfast._format.safetensors import SUFFIX
 from holdfast._format.safetensors_checksums import FileChecksums, digest_of, dump_checksums
 from holdfast._format.safetensors_index import (
@@ -93,9 +93,17 @@ class ModelCommit:
             if not is_tidy:
                 self._take_usual_names()
             self._put_checksums(new)
+            self._remove_leftovers()
         except Exception as error:  # noqa: BLE001 - the model is complete, and the rest is in the way only
             logger.warning("%s: the model is saved, but not cleaned up: %s", self.store.url, error)
             self.lease.leave()
+
+    def _remove_leftovers(self) -> None:
+        """Remove files that killed saves did not give their names. They do not tell whose they are."""
+        names = self.store.names()
+        leftovers = [name for name in names if is_leftover(name) or is_unfinished(name)]
+        if leftovers and not self.lease.others(names)[0]:
+            self.store.delete(leftovers)
 
     def _write_headers(self, checksums: Mapping[str, bytes]) -> dict[str, FileChecksums]:
         found = {}
@@ -196,7 +204,6 @@ def remove_dead_models(store: ByteStore, lease: Lease) -> None:
             name
             for name in names - used
             if save_in_name(name) in lease.dead
-            or is_unfinished(name)
             or (used and name.endswith(SUFFIX) and name in lease.left_by_dead)
         ]
         if doomed:
