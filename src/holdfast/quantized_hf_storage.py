@@ -26,8 +26,8 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
 
     A tensor ``x.weight`` is quantised if there is ``x.weight_scale_inv``: each block of it is multiplied by
     its factor there. A tensor ``x_blocks`` is if there is ``x_scales``: MXFP4, two numbers in each byte. All
-    others are read as they are. Numbers are made a strip at a time, so that a load takes tens of MiB besides the
-    state.
+    others are read as they are. Numbers are made a strip at a time, so that a load takes tens of MiB besides
+    the state.
 
     Args:
         path: The folder.

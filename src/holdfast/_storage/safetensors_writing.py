@@ -18,7 +18,7 @@ from holdfast._io.range_sums import RangeSums
 from holdfast._io.store import ByteStore
 from holdfast._storage.safetensors_layout import RankPlaces
 from holdfast._tensors.host import host_pieces
-from holdfast.errors import InvalidPlanError
+from holdfast.errors import InvalidPlanError, UsageError
 from holdfast.planner import SavePlan, SavePlanner, WriteItem
 from holdfast.storage import WriteResult
 
@@ -148,7 +148,9 @@ def write_chunks(
         For each item where its tensor begins in which file. Its checksums are sums of the ranges that it has,
         see ``range_sums``.
     """
-    places: RankPlaces = plan.storage_data
+    places = plan.storage_data
+    if not isinstance(places, RankPlaces):
+        raise UsageError("write_data needs the plan that prepare_global_plan has made, on the coordinator")
     lines = sorted(
         (_line_of(item, places) for item in plan.items), key=lambda line: (line.file, line.place.begin)
     )
