@@ -184,7 +184,8 @@ def test_save_returns_metadata_of_the_files(tmp_path: Path) -> None:
 
 def test_a_background_save_writes_the_same_files(tmp_path: Path) -> None:
     state = some_state()
-    dcp.async_save(state, storage_writer=dcp.HuggingFaceStorageWriter(tmp_path / "thread")).result()
+    saving: Any = dcp.async_save(state, storage_writer=dcp.HuggingFaceStorageWriter(tmp_path / "thread"))
+    saving.result()
     export(state, tmp_path / "here")
     assert (tmp_path / "thread" / "model-00001-of-00001.safetensors").read_bytes() == (
         tmp_path / "here" / "model-00001-of-00001.safetensors"

@@ -135,7 +135,7 @@ def test_a_flipped_byte_of_ours_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_flipped_byte_of_a_header_gives_no_wrong_tensor(tmp_path: Path) -> None:
-    """It raises, or the file is taken for one of others and loaded unchecked, or the byte is without meaning."""
+    """It raises; or the file is taken for one of others and loaded unchecked; or the byte means nothing."""
     state = {"a": torch.arange(6.0), "b": torch.arange(4)}
     export(state, tmp_path)
     (file,) = tmp_path.glob("*.safetensors")

@@ -1,5 +1,6 @@
 """Checksums of blocks from sums of ranges, in any order and by any number of processes."""
 
+import itertools
 import random
 
 import pytest
@@ -14,7 +15,7 @@ def test_sums_of_ranges_make_the_checksums_of_blocks(nbytes: int, processes: int
     chance = random.Random(nbytes * 7 + processes)
     data = memoryview(chance.randbytes(nbytes))
     cuts = sorted({0, nbytes, *(chance.randrange(nbytes + 1) for _ in range(9))})
-    ranges = list(zip(cuts, cuts[1:], strict=False))
+    ranges = list(itertools.pairwise(cuts))
     chance.shuffle(ranges)
     parts = []
     for process in range(processes):

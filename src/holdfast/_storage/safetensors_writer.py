@@ -50,6 +50,12 @@ class SafetensorsWriter(StoreWriter):
                 "use_collectives=False is not for safetensors files: the ranks write the files of a model "
                 "together. With no_dist=True one process writes a model that it has all of."
             )
+        if not self.store.traits.random_writes:
+            raise UsageError(
+                f"{self.store.url}: safetensors files are written in place, which this storage cannot do. "
+                "Export to a local or shared folder, and copy the files from there.",
+                path=self.store.url,
+            )
         ours: SavePlan = to_ours(plan)
         refuse_what_is_no_tensor(ours)
         self._key_order = columns_of(ours).keys
