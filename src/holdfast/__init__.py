@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         hf_storage,
         metadata,
         planner,
+        quantized_hf_storage,
         staging,
         state_dict,
         state_dict_loader,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     )
     from holdfast.per_rank import PerRank
     from holdfast.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+    from holdfast.quantized_hf_storage import QuantizedHuggingFaceStorageReader
     from holdfast.state_dict_loader import load, load_state_dict
     from holdfast.state_dict_saver import async_save, save, save_state_dict
     from holdfast.stateful import Stateful
@@ -67,6 +69,7 @@ __all__ = [
     "Metadata",
     "MetadataIndex",
     "PerRank",
+    "QuantizedHuggingFaceStorageReader",
     "ReadItem",
     "SavePlan",
     "SavePlanner",
@@ -88,6 +91,7 @@ __all__ = [
     "load_state_dict",
     "metadata",
     "planner",
+    "quantized_hf_storage",
     "save",
     "save_state_dict",
     "staging",
@@ -114,6 +118,7 @@ _HOME = {
         ),
         "per_rank": ("PerRank",),
         "planner": ("LoadPlan", "LoadPlanner", "ReadItem", "SavePlan", "SavePlanner", "WriteItem"),
+        "quantized_hf_storage": ("QuantizedHuggingFaceStorageReader",),
         "state_dict_loader": ("load", "load_state_dict"),
         "state_dict_saver": ("async_save", "save", "save_state_dict"),
         "stateful": ("Stateful",),
@@ -125,7 +130,7 @@ _HOME = {
 """The module that each public name lives in."""
 
 _MODULES = frozenset(name for name in __all__ if name not in _HOME and name != "__version__") | {
-    *("_consolidate_hf_safetensors", "_extension", "quantized_hf_storage")
+    *("_consolidate_hf_safetensors", "_extension")
 }
 """What ``holdfast.<module>`` gives without an import of its own, as torch's package does."""
 
