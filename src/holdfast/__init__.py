@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         errors,
         extension,
         filesystem,
+        hf_storage,
         logger,
         logging_handlers,
         metadata,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         optimizer,
         planner,
         planner_helpers,
+        quantized_hf_storage,
         resharding,
         staging,
         state_dict,
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
     from holdfast.errors import CheckpointError, CheckpointException
     from holdfast.filesystem import FileSystemReader, FileSystemWriter
+    from holdfast.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
     from holdfast.load_result import LoadResult
     from holdfast.metadata import (
         BytesStorageMetadata,
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
     from holdfast.optimizer import load_sharded_optimizer_state_dict
     from holdfast.per_rank import PerRank
     from holdfast.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+    from holdfast.quantized_hf_storage import QuantizedHuggingFaceStorageReader
     from holdfast.state_dict_loader import load, load_state_dict
     from holdfast.state_dict_saver import async_save, save, save_state_dict
     from holdfast.stateful import Stateful
@@ -69,6 +73,8 @@ __all__ = [
     "FileSystemWriter",
     "FsspecReader",
     "FsspecWriter",
+    "HuggingFaceStorageReader",
+    "HuggingFaceStorageWriter",
     "LoadPlan",
     "LoadPlanner",
     "LoadResult",
@@ -77,6 +83,7 @@ __all__ = [
     "ObjectStoreReader",
     "ObjectStoreWriter",
     "PerRank",
+    "QuantizedHuggingFaceStorageReader",
     "ReadItem",
     "SavePlan",
     "SavePlanner",
@@ -93,6 +100,7 @@ __all__ = [
     "errors",
     "extension",
     "filesystem",
+    "hf_storage",
     "load",
     "load_sharded_optimizer_state_dict",
     "load_state_dict",
@@ -103,6 +111,7 @@ __all__ = [
     "optimizer",
     "planner",
     "planner_helpers",
+    "quantized_hf_storage",
     "resharding",
     "save",
     "save_state_dict",
@@ -124,6 +133,7 @@ _HOME = {
         "default_planner": ("DefaultLoadPlanner", "DefaultSavePlanner"),
         "errors": ("CheckpointError", "CheckpointException"),
         "filesystem": ("FileSystemReader", "FileSystemWriter"),
+        "hf_storage": ("HuggingFaceStorageReader", "HuggingFaceStorageWriter"),
         "load_result": ("LoadResult",),
         "metadata": (
             *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
@@ -133,6 +143,7 @@ _HOME = {
         "optimizer": ("load_sharded_optimizer_state_dict",),
         "per_rank": ("PerRank",),
         "planner": ("LoadPlan", "LoadPlanner", "ReadItem", "SavePlan", "SavePlanner", "WriteItem"),
+        "quantized_hf_storage": ("QuantizedHuggingFaceStorageReader",),
         "state_dict_loader": ("load", "load_state_dict"),
         "state_dict_saver": ("async_save", "save", "save_state_dict"),
         "stateful": ("Stateful",),
@@ -144,8 +155,8 @@ _HOME = {
 """The module that each public name lives in."""
 
 _MODULES = frozenset(name for name in __all__ if name not in _HOME and name != "__version__") | {
-    *("_dedup_save_plans", "_dedup_tensors", "_extension", "_hf_utils", "_nested_dict"),
-    *("_sharded_tensor_utils", "_traverse"),
+    *("_consolidate_hf_safetensors", "_dedup_save_plans", "_dedup_tensors", "_extension", "_hf_utils"),
+    *("_nested_dict", "_sharded_tensor_utils", "_traverse"),
 }
 """What ``holdfast.<module>`` gives without an import of its own, as torch's package does."""
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from tests.support.checkpoints import committed_files, contents, load, put_back
+from tests.support.kills import run_and_kill
 from tests.support.states import large_state, same, small_state
 from tests.support.sweeps import sweep
 
@@ -29,8 +29,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zstd": {"zstd": True},
     "past the page cache": {"state": "large"},
 }
-CALLS = ["open", "pwritev", "pwrite", "write", "fsync", "fdatasync", "close", "ftruncate"]
-CALLS += ["mkdir", "rename", "replace", "link", "unlink", "remove", "rmdir"]
 
 
 class Kill(NamedTuple):
@@ -90,61 +88,6 @@ RANDOM = "random instants"
 RANDOM_KILLS = 150
 
 
-class _Killer:
-    """Kills its process before or after the n-th of the calls that change a file system."""
-
-    def __init__(self, at: int, report: int) -> None:
-        self.at = at
-        self.report = report
-        self.count = 0
-        self.lock = threading.Lock()
-        for name in CALLS:
-            setattr(os, name, self._watched(name, getattr(os, name)))
-
-    def _watched(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            if name == "open" and not args[1] & os.O_CREAT:
-                return call(*args, **kwargs)
-            self._step(f"before {name}")
-            result = call(*args, **kwargs)
-            self._step(f"after {name}")
-            return result
-
-        return watched
-
-    def _step(self, what: str) -> None:
-        with self.lock:
-            self.count += 1
-            if self.count == self.at:
-                _WRITE(self.report, what.encode())
-                os.kill(os.getpid(), signal.SIGKILL)
-
-
-_WRITE = os.write
-
-
-def _victim(work: Callable[[], None], kill_at: int) -> str | None:
-    """Run ``work`` in a fork that kills itself; the point at which it did, or None if it came to its end."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            _Killer(kill_at, writing)
-            work()
-            status = 0
-        finally:
-            os._exit(status)
-    os.close(writing)
-    with os.fdopen(reading) as report:
-        point = report.read()
-    status = os.waitpid(child, 0)[1]
-    if status == 0:
-        return None
-    assert status == signal.SIGKILL, f"the victim ended by itself with status {status}"
-    return point
-
-
 def _victim_of_the_clock(work: Callable[[], None], number: int) -> str | None:
     """Run ``work`` in a fork that a timer kills: after more of it each time, from nothing to most of it."""
     child = os.fork()
@@ -170,7 +113,7 @@ def _main(folder: str, layout: str, stride: int) -> None:
     save(old)
     before = contents(folder)
     kills: list[Kill] = []
-    victim = _victim_of_the_clock if layout == RANDOM else _victim
+    victim = _victim_of_the_clock if layout == RANDOM else run_and_kill
     for n in itertools.count(0 if layout == RANDOM else 1, stride):
         put_back(folder, before)
         point = victim(lambda: save(new), n)

@@ -78,9 +78,14 @@ class StorageInfo:
     __hash__ = None  # type: ignore[assignment]
 
     @property
-    def is_checked(self) -> bool:
-        """Whether checksums are known: False for what torch wrote."""
+    def is_located(self) -> bool:
+        """Whether the place of the payload is known: False for what torch wrote."""
         return self.payload_nbytes >= 0
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether checksums are known: False for what torch wrote, and for safetensors files of others."""
+        return self.payload_nbytes == 0 or bool(self.checksums)
 
 
 _FIELDS_OF_TORCH = [field.name for field in dataclasses.fields(StorageInfo)[:4]]

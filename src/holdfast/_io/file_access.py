@@ -109,6 +109,39 @@ class FileWriter(ABC):
         """Free everything and remove the file. Raises nothing for a file that is gone already."""
 
 
+class RangeWriter(ABC):
+    """Writes ranges of one file that has its size already; any number of threads at the same time.
+
+    Several processes may write different ranges of one file at the same time. A with-block finishes the file
+    when it ends, and only closes it when an exception leaves it. The caller must not change a buffer while it
+    is being written, and may do so as soon as the call returns.
+    """
+
+    path: str
+
+    @abstractmethod
+    def write_at(self, offset: int, view: memoryview) -> None:
+        """Write all of ``view`` at an offset. Writing beyond the end of the file is not allowed."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Return when what was written here is on stable storage, and close the file."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything, also after a failure. Does nothing the second time."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.finish()
+        finally:
+            self.close()
+
+
 class FileReader(ABC):
     """Reads byte ranges of one file; any number of threads at the same time.
 

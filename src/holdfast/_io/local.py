@@ -15,11 +15,20 @@ from holdfast._io.cold_reads import ColdReads
 from holdfast._io.local_buffers import BUFFER_NBYTES
 from holdfast._io.local_calls import flush_to_disk, naming, write_fully
 from holdfast._io.local_claim import claim_folder
+from holdfast._io.local_ranges import LocalRangeWriter, link_file, open_for_ranges, reserve_file
 from holdfast._io.local_reader import LocalReader
 from holdfast._io.local_writer import LocalWriter
 from holdfast._io.page_cache import PageCache, check_page_cache, room
 from holdfast._io.process_identity import this_process
-from holdfast._io.store import ByteStore, CacheRoom, Claim, check_name, existing_file, taken_name
+from holdfast._io.store import (
+    ByteStore,
+    CacheRoom,
+    Claim,
+    StoreTraits,
+    check_name,
+    existing_file,
+    taken_name,
+)
 from holdfast._io.streams import byte_view
 from holdfast._io.write_back import BufferOutput
 from holdfast.errors import (
@@ -48,6 +57,8 @@ class LocalStore(ByteStore):
         path: The folder. It need not exist until ``make``.
         page_cache: What large files leave in the page cache when they are written durably, or read.
     """
+
+    traits = StoreTraits(random_writes=True)
 
     def __init__(
         self,
@@ -228,6 +239,22 @@ class LocalStore(ByteStore):
             finally:
                 os.close(fd)
         return True
+
+    def reserve(self, name: str, nbytes: int) -> None:
+        """Make a new file of a size; see ByteStore."""
+        reserve_file(self._path(check_name(name)), nbytes)
+
+    def open_ranges(self, name: str) -> LocalRangeWriter:
+        """Open a file to write ranges of it; see ByteStore."""
+        return open_for_ranges(self._path(check_name(name)))
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a file another name; see ByteStore."""
+        os.rename(self._path(check_name(old)), self._path(check_name(new)))
+
+    def link(self, old: str, new: str) -> bool:
+        """Give a file a second name, if the file system has hard links; see ByteStore."""
+        return link_file(self._path(check_name(old)), self._path(check_name(new)))
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove files, or links in their place; a missing one is fine."""

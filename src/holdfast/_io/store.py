@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from typing_extensions import Buffer
 
-from holdfast._io.file_access import FileReader, FileWriter
+from holdfast._io.file_access import FileReader, FileWriter, RangeWriter
 from holdfast.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -81,6 +81,7 @@ class StoreTraits:
         read_gap_nbytes: The largest gap between two wanted ranges that is worth reading along with them.
         read_nbytes: The most bytes that small neighbours are read in at once.
         lists_sizes: Whether ``list`` costs no more than ``names``. If not, a size is asked for by ``open``.
+        random_writes: Whether there are ``reserve``, ``open_ranges``, ``rename`` and ``link``.
     """
 
     writer_nbytes: int = 32 << 20
@@ -88,6 +89,7 @@ class StoreTraits:
     read_gap_nbytes: int = 64 << 10
     read_nbytes: int = 4 << 20
     lists_sizes: bool = True
+    random_writes: bool = False
 
 
 class CacheRoom(NamedTuple):
@@ -257,6 +259,37 @@ class ByteStore(FileSource):
             return False
         self.replace(name, data, durable=False)
         return True
+
+    def reserve(self, name: str, nbytes: int) -> None:
+        """Make a new file of a size, full of zeros, to be written in ranges. Only with ``random_writes``.
+
+        Raises:
+            StorageError: There is something of that name; it is not touched.
+        """
+        raise NotImplementedError
+
+    def open_ranges(self, name: str) -> RangeWriter:
+        """Open a file that exists to write ranges of it, in any process. Only with ``random_writes``.
+
+        Raises:
+            CheckpointNotFoundError: There is no such file.
+        """
+        raise NotImplementedError
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a file another name in one atomic step; a file that has that name is replaced.
+
+        Durable once ``sync`` has returned. Only with ``random_writes``.
+        """
+        raise NotImplementedError
+
+    def link(self, old: str, new: str) -> bool:
+        """Give a file a second name, which no file has. Only with ``random_writes``.
+
+        Returns:
+            False if this place cannot do that.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def delete(self, names: Iterable[str]) -> None:

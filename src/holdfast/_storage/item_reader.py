@@ -58,11 +58,16 @@ class ItemReader(NamedTuple):
     file: SharedFile
     info: StorageInfo
 
+    @property
+    def is_verified(self) -> bool:
+        """Whether what is read is compared with checksums."""
+        return self.context.verify and self.info.is_checked
+
     def read(self, start: int, view: memoryview) -> None:
         """Fill ``view`` with the payload's bytes from ``start`` on, and check them if that can be done."""
-        info, context = self.info, self.context
+        info = self.info
         payload_offset = info.offset + info.payload_offset
-        if not info.is_checked or not context.verify:
+        if not self.is_verified:
             self.file.read_into(payload_offset + start, view)
             return
         self.file.read_blocks_into(

@@ -27,7 +27,7 @@ def _read(reader: ItemReader) -> io.BytesIO:
     info = reader.info
     if info.transform_descriptors:
         return io.BytesIO(read_transformed(reader))
-    if not info.is_checked:
+    if not info.is_located:
         return io.BytesIO(reader.read_unchecked())
     head, tail = reader.read_wrap()
     if is_bytearray(head):

@@ -168,7 +168,7 @@ def chunk_of(info: StorageInfo, index: MetadataIndex, metadata: Metadata) -> Chu
     if box is None:
         raise _no_such_chunk(index)
     chunk = Chunk(info, box.sizes, entry.properties.dtype)
-    if info.is_checked and not info.transform_descriptors and info.payload_nbytes != chunk.nbytes:
+    if info.is_located and not info.transform_descriptors and info.payload_nbytes != chunk.nbytes:
         raise MetadataFormatError(
             f"{index.fqn}: a chunk of shape {tuple(box.sizes)} of {chunk.dtype} takes {chunk.nbytes} bytes, "
             f"but the metadata has {info.payload_nbytes}",

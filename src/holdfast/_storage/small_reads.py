@@ -36,7 +36,7 @@ class SmallTensors:
         keys: The key of each.
         starts: Where its elements begin in the file.
         nbytes: How many bytes they take.
-        checksums: The CRC-32 of these bytes.
+        checksums: The CRC-32 of these bytes; None if it is not known.
         dtypes: The dtype that it was saved with.
         values: The state's tensors by key, if the planner does not want to be asked for each.
         boxes: For each tensor which box of the state's tensor it is; None if it is the whole.
@@ -46,7 +46,7 @@ class SmallTensors:
     keys: list[str]
     starts: list[int]
     nbytes: list[int]
-    checksums: list[int]
+    checksums: list[int | None]
     dtypes: list[torch.dtype]
     values: Mapping[str, Any] | None = None
     boxes: Sequence[ReadBox | None] = ()
@@ -69,7 +69,7 @@ class SmallTensors:
             keys,
             [offsets[row] + payload_offsets[row] for row in rows],
             [nbytes[row] for row in rows],
-            [checksums[block_at[row]] if nbytes[row] else 0 for row in rows],
+            [checksums[block_at[row]] if block_at[row] < block_at[row + 1] else None for row in rows],
             [dtypes[properties[numbers[key]]] for key in keys],
             values,
             boxes,
@@ -82,7 +82,10 @@ class SmallTensors:
             [item.dest_index.fqn for _, item in lines],
             [chunk.info.offset + chunk.info.payload_offset for chunk, _ in lines],
             [chunk.info.payload_nbytes for chunk, _ in lines],
-            [int.from_bytes(chunk.info.checksums, "little") for chunk, _ in lines],
+            [
+                int.from_bytes(chunk.info.checksums, "little") if chunk.info.checksums else None
+                for chunk, _ in lines
+            ],
             [chunk.dtype for chunk, _ in lines],
             destinations=[Destination(context.calls, item, chunk.dtype) for chunk, item in lines],
         )
@@ -155,7 +158,7 @@ def _check(content: bytearray, tensors: SmallTensors, path: str) -> None:
     for start, nbytes, expected, key in zip(
         tensors.starts, tensors.nbytes, tensors.checksums, tensors.keys, strict=True
     ):
-        if crc(view[start - begin : start - begin + nbytes]) != expected:
+        if expected is not None and crc(view[start - begin : start - begin + nbytes]) != expected:
             raise ChecksumError(
                 f"{key}: {path}: the {nbytes} bytes at {start} are not the ones that were written. Restore "
                 "the file, or load another checkpoint.",

@@ -84,6 +84,10 @@ class StoreReader(AtStore[FileSource], StorageReader):
             metadata = read_own_parts(
                 store, rank=rank, world_size=kwargs.get("world_size"), allow_pickle=self.allow_pickle
             )
+        return self._as_asked_for(metadata)
+
+    def _as_asked_for(self, metadata: Metadata) -> Metadata:
+        """Metadata with the id of this load, as torch's records if torch asks for it."""
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         if self._is_for_torch or called_by_torch(self):

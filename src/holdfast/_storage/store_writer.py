@@ -234,6 +234,10 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
         """Remember the files that ``write_data`` makes at most, here or in another process."""
         count = self._threads if self.single_file_per_rank else len(plan.items)
         self._written = list(map(plan.storage_data.name, range(count)))
+        self._keep_lease(plan)
+
+    def _keep_lease(self, plan: SavePlan) -> None:
+        """Have the lease renewed while a plan is written."""
         # What takes milliseconds is over before anybody takes it for dead; a thread would be half its cost.
         is_short = (
             len(plan.items) <= _FEW_ITEMS and sum(columns_of(to_ours(plan)).item_nbytes()) <= _FEW_BYTES
@@ -256,10 +260,7 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
         finally:
             self._release()
         if ours is not metadata:
-            theirs = to_torch(ours)
-            for field in dataclasses.fields(theirs):
-                if field.name in ("version", "storage_meta", "storage_data"):
-                    setattr(metadata, field.name, getattr(theirs, field.name))
+            fill_metadata(metadata, to_torch(ours), ("version", "storage_meta", "storage_data"))
 
     def _commit(self, metadata: Metadata, manifest: Manifest) -> None:
         """Make the checkpoint exist by one atomic replace of its metadata file, and clean up after it."""
@@ -322,6 +323,12 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
     def storage_meta(self) -> StorageMeta | None:
         """The place and the save's own id."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+
+
+def fill_metadata(metadata: Metadata, known: Metadata, names: Sequence[str]) -> None:
+    """Set some fields of the metadata that ``finish`` was given."""
+    for name in names:
+        setattr(metadata, name, getattr(known, name))
 
 
 def _existing_checkpoint(store: ByteStore, rank: int | None) -> str | None:

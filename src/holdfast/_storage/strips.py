@@ -108,7 +108,7 @@ class StripRead(NamedTuple):
     def _unit_and_end(self) -> tuple[int, int]:
         """What reads are multiples of, so that no block is read twice to be checked; and where they end."""
         info, last = self.chunk.info, self.rows.begin(self.rows.total - 1) + self.rows.nbytes
-        if not (info.is_checked and self.reader.context.verify):
+        if not self.reader.is_verified:
             return 1, last
         rounded = min(info.payload_nbytes, -(-last // info.block_size) * info.block_size)
         # A box that reaches beyond the payload is refused by the read that does so, too.

@@ -19,9 +19,9 @@ def tensor_jobs(reader: ItemReader, chunk: Chunk, item: ReadItem) -> list[Callab
     destination = Destination(reader.context.calls, item, chunk.dtype)
     if reader.info.transform_descriptors:
         return [_job(destination, lambda: deliver_transformed(reader, chunk, destination))]
-    if not reader.info.is_checked:
+    if not reader.info.is_located:
         return [_job(destination, lambda: deliver_torch_written(reader, chunk, destination))]
-    ranges = list(ranges_for(chunk, destination, _PIECE, is_checked=reader.context.verify))
+    ranges = list(ranges_for(chunk, destination, _PIECE, is_checked=reader.is_verified))
     if not ranges:
         return [_job(destination, destination.target)]
     destination.waiting = len(ranges)

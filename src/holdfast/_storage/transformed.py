@@ -56,7 +56,7 @@ def read_transformed(reader: ItemReader, *, limit: int = _LARGEST_UNDECLARED) ->
 
 def deliver_transformed(reader: ItemReader, chunk: Chunk, destination: Destination) -> None:
     """Read a chunk from its beginning, a few rows at a time, and keep of it what the box needs."""
-    if not reader.info.is_checked:
+    if not reader.info.is_located:
         # Inside is a container of torch's, which is little more than the elements.
         content = read_transformed(reader, limit=chunk.nbytes + _STEP)
         deliver_loaded(reader, io.BytesIO(content), chunk, destination)

@@ -1,0 +1,173 @@
+"""Owns reading quantised tensors as the numbers that they stand for: a strip of blocks at a time.
+
+Two kinds are known. A matrix in blocks, each with a factor of its own in ``weight_scale_inv`` (DeepSeek). And
+pairs of 4-bit numbers in groups, each with an exponent of its own (MXFP4, gpt-oss): ``_blocks`` of shape
+``[..., groups, bytes]`` and ``_scales`` of shape ``[..., groups]`` stand for ``[..., groups * bytes * 2]``.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from holdfast.errors import InvalidPlanError, UsageError
+from holdfast.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+STRIP = 8 << 20
+"""How many numbers are made at once."""
+_SCALE, _WEIGHT = ".weight_scale_inv", ".weight"
+_SCALES, _BLOCKS = "_scales", "_blocks"
+_EXPONENT_OF_ONE = 127
+_FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+Region = tuple[Sequence[int], Sequence[int]]
+"""A box of a tensor: where it begins, and its lengths."""
+
+ReadPlan = Callable[[LoadPlan, LoadPlanner], None]
+"""Reads what a plan says, as it is stored, and hands it to a planner."""
+
+
+def find_scales(keys: Iterable[str]) -> dict[str, str]:
+    """The quantised tensors among ``keys``, each with the key of its scales."""
+    keys = set(keys)
+    pairs = {key.removesuffix(_SCALE) + _WEIGHT: key for key in keys if key.endswith(_SCALE)}
+    pairs |= {key.removesuffix(_SCALES) + _BLOCKS: key for key in keys if key.endswith(_SCALES)}
+    return {key: scale for key, scale in pairs.items() if key in keys}
+
+
+def shape_of_numbers(key: str, stored: Sequence[int]) -> torch.Size:
+    """The shape of the numbers that a quantised tensor stands for.
+
+    Raises:
+        UsageError: It is quantised in a way that is not known.
+    """
+    if key.endswith(_BLOCKS) and len(stored) > 1:
+        return torch.Size([*stored[:-2], stored[-2] * stored[-1] * 2])
+    if not key.endswith(_BLOCKS) and len(stored) == 2:
+        return torch.Size(stored)
+    raise UsageError(f"{key} of shape {tuple(stored)} is quantised in a way that is not known", key=key)
+
+
+class QuantizedTensor(NamedTuple):
+    """One quantised tensor of a model.
+
+    Attributes:
+        key: Its key.
+        scale: The key of its scales.
+        metadata: What the files hold, as it is stored.
+        dtype: What its numbers are wanted as.
+        block_size: Rows and columns of a block of a matrix.
+    """
+
+    key: str
+    scale: str
+    metadata: Metadata
+    dtype: torch.dtype
+    block_size: int
+
+    def read(self, offsets: Sequence[int], target: torch.Tensor, read: ReadPlan) -> None:
+        """Fill ``target`` with the numbers from ``offsets`` on."""
+        for begin, lengths in _strips(target.shape):
+            region = [at + start for at, start in zip(offsets, begin, strict=True)], lengths
+            numbers = self._groups(region, read) if self.key.endswith(_BLOCKS) else self._matrix(region, read)
+            where = tuple(slice(at, at + length) for at, length in zip(begin, lengths, strict=True))
+            target[where].copy_(numbers)
+
+    def _matrix(self, region: Region, read: ReadPlan) -> torch.Tensor:
+        size = self.block_size
+        first = [at // size for at in region[0]]
+        counts = [-(-(at + n) // size) - f for at, n, f in zip(*region, first, strict=True)]
+        weight, scale = self._read({self.key: region, self.scale: (first, counts)}, read)
+        factors = scale.to(torch.float32)
+        for dimension, (at, length) in enumerate(zip(*region, strict=True)):
+            factors = factors.repeat_interleave(size, dimension).narrow(dimension, at % size, length)
+        return (weight.to(torch.float32) * factors).to(self.dtype)
+
+    def _groups(self, region: Region, read: ReadPlan) -> torch.Tensor:
+        width = 2 * self._stored(self.key).size[-1]
+        (*outer, at), (*extents, length) = region
+        first, last = at // width, -(-(at + length) // width)
+        groups = [*outer, first], [*extents, last - first]
+        packed = [*groups[0], 0], [*groups[1], width // 2]
+        pairs, exponents = self._read({self.key: packed, self.scale: groups}, read)
+        values = torch.tensor([*_FLOAT4, *(-value for value in _FLOAT4)], dtype=self.dtype)
+        both = torch.stack([pairs & 0x0F, pairs >> 4], dim=-1).flatten(-2)
+        exponents = exponents.to(torch.int32) - _EXPONENT_OF_ONE
+        numbers = torch.ldexp(values[both.long()], exponents.unsqueeze(-1)).to(self.dtype)
+        return numbers.flatten(-2).narrow(-1, at - first * width, length)
+
+    def _stored(self, key: str) -> TensorStorageMetadata:
+        entry = self.metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        return entry
+
+    def _read(self, regions: dict[str, Region], read: ReadPlan) -> list[torch.Tensor]:
+        """Boxes of stored tensors, as they are stored."""
+        made = {
+            key: torch.empty(tuple(lengths), dtype=self._stored(key).properties.dtype)
+            for key, (_, lengths) in regions.items()
+        }
+        lines = [self._line(key, offsets, lengths) for key, (offsets, lengths) in regions.items()]
+        read(LoadPlan(lines), _IntoTensors(made))
+        return list(made.values())
+
+    def _line(self, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> ReadItem:
+        stored = self._stored(key)
+        if [chunk.sizes for chunk in stored.chunks] != [stored.size]:
+            raise InvalidPlanError(f"{key}: quantised tensors must lie in one file each", key=key)
+        ends = [at + length for at, length in zip(offsets, lengths, strict=True)]
+        if len(ends) != len(stored.size) or any(map(int.__gt__, ends, stored.size)):
+            raise InvalidPlanError(
+                f"{key} of shape {tuple(stored.size)} has no elements up to {tuple(ends)}, which {self.key} "
+                "needs. Is block_size the one that the model was quantised with?",
+                key=key,
+            )
+        index, zeros = MetadataIndex(key, stored.chunks[0].offsets), torch.Size([0] * len(ends))
+        begin = torch.Size(offsets)
+        return ReadItem(LoadItemType.TENSOR, index, zeros, index, begin, torch.Size(lengths))
+
+
+class _IntoTensors(LoadPlanner):
+    """Hands out memory for whatever is read."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return self.tensors[read_item.dest_index.fqn]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass
+
+
+def show_numbers(metadata: Metadata, scales: dict[str, str], dtype: torch.dtype) -> Metadata:
+    """The metadata of a model as if its quantised tensors were stored as the numbers that they stand for."""
+    entries = dict(metadata.state_dict_metadata)
+    for key in scales:
+        stored = entries[key]
+        assert isinstance(stored, TensorStorageMetadata)
+        size = shape_of_numbers(key, stored.size)
+        zeros = torch.Size([0] * len(size))
+        properties = type(stored.properties)(dtype=dtype)
+        entries[key] = TensorStorageMetadata(properties, size, [ChunkStorageMetadata(zeros, size)])
+    return Metadata(entries, None, dict(metadata.storage_data), metadata.storage_meta, metadata.version)
+
+
+def _strips(lengths: Sequence[int]) -> Iterator[Region]:
+    """A box in pieces of about ``STRIP`` elements, which span all dimensions but the first ones."""
+    todo: list[Region] = [([0] * len(lengths), list(lengths))]
+    while todo:
+        begin, size = todo.pop()
+        cut = next((d for d, length in enumerate(size[:-1]) if length > 1), None)
+        if torch.Size(size).numel() <= STRIP or cut is None:
+            yield begin, size
+            continue
+        half = size[cut] // 2
+        todo.append(
+            (
+                [*begin[:cut], begin[cut] + half, *begin[cut + 1 :]],
+                [*size[:cut], size[cut] - half, *size[cut + 1 :]],
+            )
+        )
+        todo.append((begin, [*size[:cut], half, *size[cut + 1 :]]))

@@ -1,0 +1,214 @@
+"""Owns how the files of a model get their names: the model that was there stays whole until the new one is.
+
+Readers find a model by ``model.safetensors.index.json``, or by the name ``model.safetensors`` where there is
+no index. Files are written under temporary names, and then:
+
+1. A lone ``model.safetensors``, in a folder without an index: one rename is the commit.
+2. If no file has one of the new names: the files get them, then the index is replaced, which is the commit.
+3. If names are taken, by the model that is there or by anything else: the files get names that carry the
+   save, and the index is replaced, which is the commit. The old files are removed. Then each file gets its
+   usual name as a second name, the index is replaced by one with these, and the first names are removed.
+   Where there are no hard links, the names that carry the save stay.
+
+A kill at any instant leaves an index whose files are all there, and all of one save.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from holdfast._format.names import SAVE_DIGITS, is_leftover
+from holdfast._format.safetensors import SUFFIX
+from holdfast._format.safetensors_checksums import FileChecksums, digest_of, dump_checksums
+from holdfast._format.safetensors_index import (
+    CHECKSUMS,
+    INDEX,
+    LONE,
+    build_index,
+    is_unfinished,
+    name_after_save,
+    parse_index,
+    save_in_name,
+)
+from holdfast._io.blocks import BLOCK_SIZE
+from holdfast._io.lease import Lease
+from holdfast._io.store import ByteStore
+from holdfast._storage.cleanup import delete_quietly
+from holdfast._storage.safetensors_layout import ModelLayout
+from holdfast._storage.safetensors_reading import LARGEST_INDEX, read_checksums
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class ModelCommit:
+    """The commit of one model, on the coordinator, once all ranks have written.
+
+    Args:
+        store: The folder.
+        lease: The right to write there.
+        layout: The files, which are there under their temporary names, without their headers.
+        save_id: The save.
+        confirm: Called directly before the commit; raises if it must not be.
+
+    Attributes:
+        names: What each file is called in the end, by its usual name.
+    """
+
+    store: ByteStore
+    lease: Lease
+    layout: ModelLayout
+    save_id: str
+    confirm: Callable[[], None]
+    names: dict[str, str] = field(default_factory=dict)
+    _made: list[str] = field(default_factory=list)
+
+    def run(self, checksums: Mapping[str, bytes]) -> None:
+        """Write the headers, make the model exist, and remove what it replaces.
+
+        Args:
+            checksums: The CRC-32 of each block of each tensor, by its name.
+
+        Raises:
+            CheckpointError, OSError: Nothing was committed, and nothing of the new model is left.
+        """
+        try:
+            new = self._write_headers(checksums)
+            there = self.store.names()
+            replaced = files_of_index(self.store, there) | ({LONE} & there)
+            usual = [file.name for file in self.layout.files]
+            after_save = [name_after_save(name, self.save_id) for name in usual]
+            self.confirm()
+            self.lease.note_replaced([*replaced, *usual, *after_save])
+            self.lease.check()
+            self._put_checksums({**read_checksums(self.store), **new})
+            is_tidy = self._commit(there)
+        except BaseException:
+            if not discard_model(self.store, self.save_id, self._made):
+                self.lease.leave()
+            raise
+        try:
+            left = {name for name in self.lease.left_by_dead if name.endswith(SUFFIX)}
+            self.store.delete((replaced | left | (set(usual) & there)) - set(self.names.values()))
+            if not is_tidy:
+                self._take_usual_names()
+            self._put_checksums(new)
+            self._remove_leftovers()
+        except Exception as error:  # noqa: BLE001 - the model is complete, and the rest is in the way only
+            logger.warning("%s: the model is saved, but not cleaned up: %s", self.store.url, error)
+            self.lease.leave()
+
+    def _remove_leftovers(self) -> None:
+        """Remove files that killed saves did not give their names. They do not tell whose they are."""
+        names = self.store.names()
+        leftovers = [name for name in names if is_leftover(name) or is_unfinished(name)]
+        if leftovers and not self.lease.others(names)[0]:
+            self.store.delete(leftovers)
+
+    def _write_headers(self, checksums: Mapping[str, bytes]) -> dict[str, FileChecksums]:
+        found = {}
+        for file in self.layout.files:
+            sums = b"".join(checksums[tensor.key] for tensor in file.tensors)
+            header = file.header(digest_of(sums))
+            with self.store.open_ranges(file.temporary) as output:
+                output.write_at(0, memoryview(header))
+            found[digest_of(header)] = FileChecksums(file.nbytes, sums)
+        return found
+
+    def _put_checksums(self, files: Mapping[str, FileChecksums]) -> None:
+        self.store.replace(CHECKSUMS, dump_checksums(files, BLOCK_SIZE))
+
+    def _commit(self, there: set[str]) -> bool:
+        """Make the model exist; return whether its files have their usual names."""
+        usual = [file.name for file in self.layout.files]
+        is_lone = not self.layout.has_index
+        is_tidy = INDEX not in there if is_lone else there.isdisjoint(usual)
+        self.names = {name: name if is_tidy else name_after_save(name, self.save_id) for name in usual}
+        if is_lone and is_tidy:
+            self.store.rename(self.layout.files[0].temporary, LONE)
+            self.store.sync()
+            return True
+        for file in self.layout.files:
+            self.store.rename(file.temporary, self.names[file.name])
+            self._made.append(self.names[file.name])
+        self.store.sync()
+        self._put_index()
+        return is_tidy
+
+    def _put_index(self) -> None:
+        content = build_index(self.layout.weight_map(self.names), self.layout.total_nbytes())
+        self.store.replace(INDEX, content)
+
+    def _take_usual_names(self) -> None:
+        if not all(self.store.link(name, usual) for usual, name in self.names.items()):
+            self.store.delete(set(self.names) - set(self.names.values()))
+            return
+        self.store.sync()
+        first, self.names = self.names, {usual: usual for usual in self.names}
+        if self.layout.has_index:
+            self._put_index()
+        else:
+            self.store.delete([INDEX])
+            self.store.sync()
+        self.store.delete(first.values())
+
+
+def files_of_index(store: ByteStore, there: set[str]) -> set[str]:
+    """The safetensors files that the index in a folder names; none if there is no index.
+
+    Raises:
+        CheckpointError: The index cannot be read.
+    """
+    if INDEX not in there:
+        return set()
+    data = store.read(INDEX, max_bytes=LARGEST_INDEX)
+    named = parse_index(data, path=f"{store.url}/{INDEX}").values()
+    return {name for name in named if name.endswith(SUFFIX)}
+
+
+def discard_model(store: ByteStore, save_id: str, made: Iterable[str] = ()) -> bool:
+    """After a save that failed: remove its files, unless the index in the folder names them.
+
+    The step that failed may have come after the commit: then they are the model.
+
+    Args:
+        store: The folder.
+        save_id: The save.
+        made: Files of it whose names do not tell the save.
+
+    Returns:
+        Whether nothing of the save is left.
+    """
+    try:
+        names = store.names()
+        mine = {name for name in names if save_in_name(name) == save_id[:SAVE_DIGITS]} | set(made)
+        used = files_of_index(store, names)
+    except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
+        logger.warning("%s: files of a failed save stay, as nobody knows if it was: %s", store.url, error)
+        return False
+    return delete_quietly(store, mine - used) and mine.isdisjoint(used)
+
+
+def remove_dead_models(store: ByteStore, lease: Lease) -> None:
+    """At the beginning of a save: remove what killed saves have left of models.
+
+    What the index names stays. Without an index every file stays that is not named after a killed save.
+    A failure is logged and not raised.
+    """
+    if not lease.dead:
+        return
+    try:
+        names = store.names()
+        used = files_of_index(store, names)
+        doomed = [
+            name
+            for name in names - used
+            if save_in_name(name) in lease.dead
+            or (used and name.endswith(SUFFIX) and name in lease.left_by_dead)
+        ]
+        if doomed:
+            store.sync()  # the commit of the dead save may not be durable yet
+            store.delete(doomed)
+    except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
+        logger.warning("%s: files of a killed save could not be removed: %s", store.url, error)
+        lease.leave()

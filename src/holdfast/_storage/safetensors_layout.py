@@ -1,0 +1,213 @@
+"""From the plans of all ranks to the safetensors files of a model: which tensor lies where in which file."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from holdfast._format.safetensors import StoredTensor, build_header, knows_dtype, place_tensors
+from holdfast._format.safetensors_checksums import IDENTITY, IDENTITY_DIGITS
+from holdfast._format.safetensors_index import (
+    LONE,
+    files_by_mapping,
+    files_by_size,
+    numbered_name,
+    temporary_file,
+)
+from holdfast._plan.write_columns import BYTE_IO, Form, columns_of
+from holdfast.errors import InvalidPlanError, UsageError
+from holdfast.per_rank import KEPT
+from holdfast.planner import SavePlan
+
+Rename = Callable[[str], str] | Mapping[str, str]
+"""What a key is called in the files: a function of it, or new names for some keys."""
+
+_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """How a model becomes files.
+
+    Attributes:
+        mapping: The number or the name of the file of each tensor; None to leave it to ``max_shard_size``.
+        max_shard_size: The most bytes of tensors in a file; None for one file.
+        dtype: What floating-point tensors are cast to; None to keep them.
+        rename: What keys are called in the files; None to keep them.
+    """
+
+    mapping: Mapping[str, int | str] | None = None
+    max_shard_size: int | None = None
+    dtype: torch.dtype | None = None
+    rename: Rename | None = None
+
+    def new_name(self, key: str) -> str:
+        """What a key is called in the files."""
+        if self.rename is None:
+            return key
+        name = self.rename(key) if callable(self.rename) else self.rename.get(key, key)
+        if not name or name == "__metadata__":
+            raise UsageError(f"{key}: rename gave {name!r}, which cannot be the name of a tensor", key=key)
+        return name
+
+    def stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that tensors of a dtype have in the files."""
+        return self.dtype if self.dtype is not None and dtype in _FLOATS else dtype
+
+
+class ExportFile(NamedTuple):
+    """One file of a model that is being written.
+
+    Attributes:
+        name: What it will be called.
+        temporary: What it is called while it is written.
+        tensors: Its tensors, in the order in which they lie.
+        nbytes: Its size.
+    """
+
+    name: str
+    temporary: str
+    tensors: list[StoredTensor]
+    nbytes: int
+
+    def header(self, identity: str) -> bytes:
+        """Its header, once its content is known. All identities have the same length."""
+        return build_header(self.tensors, {"format": "pt", IDENTITY: identity})
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """The files of a model.
+
+    Attributes:
+        files: The files.
+        names: The name of each key of the plans in the files.
+    """
+
+    files: list[ExportFile]
+    names: dict[str, str]
+
+    @property
+    def has_index(self) -> bool:
+        """Whether an index must say where tensors are: not for a model's only file under its usual name."""
+        return [file.name for file in self.files] != [LONE]
+
+    def weight_map(self, names: Mapping[str, str] | None = None) -> dict[str, str]:
+        """The file of each tensor, under other names if these are given."""
+        return {
+            tensor.key: (names or {}).get(file.name, file.name)
+            for file in self.files
+            for tensor in file.tensors
+        }
+
+    def total_nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(tensor.nbytes for file in self.files for tensor in file.tensors)
+
+
+@dataclass(frozen=True)
+class RankPlaces:
+    """Where the tensors of one rank's plan lie: what the coordinator tells the rank.
+
+    Attributes:
+        files: The files that the rank writes to.
+        places: For each key the number of its file here, where its tensor begins there, and the name of the
+            dtype that it is stored with.
+    """
+
+    files: list[str] = field(default_factory=list)
+    places: dict[str, tuple[int, int, str]] = field(default_factory=dict)
+
+
+def refuse_what_is_no_tensor(plan: SavePlan) -> None:
+    """Raise InvalidPlanError if a rank's plan has values that safetensors files cannot keep."""
+    columns = columns_of(plan)
+    objects = [key for key, kind in zip(columns.keys, columns.kinds, strict=True) if kind == BYTE_IO]
+    _refuse(objects, "not a tensor, and safetensors files keep only tensors. Leave it out of the state")
+    kept = [key for key in columns.keys if key.startswith(KEPT)]
+    _refuse(kept, "a value that differs between ranks, and safetensors files keep one value for all of them")
+    forms = zip(columns.keys, columns.form, strict=True)
+    unknown = [key for key, form in forms if not knows_dtype(_name_of(columns.forms[form].properties[0]))]
+    _refuse(unknown, "of a dtype that safetensors files cannot keep. Cast it, or leave it out")
+
+
+def _refuse(keys: Sequence[str], what: str) -> None:
+    if keys:
+        more = f" (and {len(keys) - 1} more: {', '.join(keys[1:_MOST_NAMED])})" if len(keys) > 1 else ""
+        raise InvalidPlanError(f"{keys[0]}{more}: {what}. Nothing was written.", key=keys[0])
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def lay_out(
+    plans: Sequence[SavePlan], order: Sequence[str], options: ExportOptions, save_id: str
+) -> ModelLayout:
+    """On the coordinator: the files of the model that all ranks write together.
+
+    Args:
+        plans: What each rank writes.
+        order: Keys in the order in which they come in the files; others follow as the plans have them.
+        options: How the model becomes files.
+        save_id: The save.
+
+    Raises:
+        InvalidPlanError: A plan has what safetensors files cannot keep.
+        UsageError: Two keys get the same name, or the mapping does not fit.
+    """
+    found: dict[str, StoredTensor] = {}
+    for plan in plans:
+        refuse_what_is_no_tensor(plan)
+        columns = columns_of(plan)
+        for key, form in zip(columns.keys, columns.form, strict=True):
+            if key not in found:
+                found[key] = _stored_tensor(key, columns.forms[form], options)
+    keys = [key for key in dict.fromkeys(order) if key in found]
+    keys = list(dict.fromkeys([*keys, *found]))
+    names = {key: found[key].key for key in keys}
+    _refuse_doubles(names)
+    return ModelLayout(_place(_files([found[key] for key in keys], options), save_id), names)
+
+
+def _stored_tensor(key: str, form: Form, options: ExportOptions) -> StoredTensor:
+    dtype = options.stored_dtype(form.properties[0])
+    return StoredTensor(options.new_name(key), _name_of(dtype), tuple(form.size))
+
+
+def _refuse_doubles(names: Mapping[str, str]) -> None:
+    first: dict[str, str] = {}
+    for key, name in names.items():
+        if first.setdefault(name, key) != key:
+            raise UsageError(f"rename gives {first[name]} and {key} the same name {name!r}", key=key)
+
+
+def _files(tensors: Sequence[StoredTensor], options: ExportOptions) -> dict[str, list[StoredTensor]]:
+    if options.mapping is not None:
+        return files_by_mapping(tensors, options.mapping)
+    if options.max_shard_size is not None:
+        return files_by_size(tensors, options.max_shard_size)
+    return {numbered_name(1, 1): list(tensors)}
+
+
+def _place(files: Mapping[str, Sequence[StoredTensor]], save_id: str) -> list[ExportFile]:
+    attributes = {"format": "pt", IDENTITY: "0" * IDENTITY_DIGITS}
+    return [
+        ExportFile(name, temporary_file(number, save_id), *place_tensors(tensors, attributes))
+        for number, (name, tensors) in enumerate(files.items())
+    ]
+
+
+def places_of_rank(layout: ModelLayout, plan: SavePlan) -> RankPlaces:
+    """Where the tensors of a rank's plan lie."""
+    by_name = {tensor.key: (file, tensor) for file in layout.files for tensor in file.tensors}
+    told = RankPlaces()
+    numbers: dict[str, int] = {}
+    for key in columns_of(plan).keys:
+        file, tensor = by_name[layout.names[key]]
+        number = numbers.setdefault(file.temporary, len(numbers))
+        told.places[key] = number, tensor.begin, tensor.dtype
+    told.files.extend(numbers)
+    return told

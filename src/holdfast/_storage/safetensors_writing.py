@@ -1,0 +1,239 @@
+"""Owns writing the chunks of one rank into the files of a model: every run of bytes at its place."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from holdfast._format.item_table import StorageInfo
+from holdfast._geometry import row_major_strides
+from holdfast._io import pool
+from holdfast._io.copying import copy_bytes
+from holdfast._io.file_access import RangeWriter
+from holdfast._io.pool import Cancellation
+from holdfast._io.progress import ProgressTracker
+from holdfast._io.range_sums import RangeSums
+from holdfast._io.store import ByteStore
+from holdfast._storage.safetensors_layout import RankPlaces
+from holdfast._tensors.host import host_pieces
+from holdfast.errors import InvalidPlanError, UsageError
+from holdfast.planner import SavePlan, SavePlanner, WriteItem
+from holdfast.storage import WriteResult
+
+_BUFFER = 4 << 20
+"""Bytes that are gathered before they are written. Runs that follow each other in the file go together."""
+_SMALLEST_COPY = 1 << 20
+
+
+class ChunkPlace(NamedTuple):
+    """Where the bytes of a chunk lie in its file, as runs of equal length.
+
+    Attributes:
+        begin: Where its tensor begins in the file.
+        tensor_nbytes: The bytes of that tensor.
+        starts: Where the runs begin in the tensor, in the order of the chunk's own bytes.
+        run: How many bytes each of them has.
+    """
+
+    begin: int
+    tensor_nbytes: int
+    starts: Sequence[int]
+    run: int
+
+    @staticmethod
+    def of(
+        begin: int, shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], itemsize: int
+    ) -> "ChunkPlace":
+        """The place of a chunk, given by its box, of a tensor that begins at ``begin``."""
+        strides = row_major_strides(shape)
+        nbytes = torch.Size(shape).numel() * itemsize
+        if 0 in lengths:
+            return ChunkPlace(begin, nbytes, (), 0)
+        # Dimensions that the chunk has all of are part of a run, and so is the one before them.
+        split = len(shape)
+        while split and lengths[split - 1] == shape[split - 1]:
+            split -= 1
+        split = max(split - 1, 0)
+        starts = [sum(o * s for o, s in zip(offsets, strides, strict=True)) * itemsize]
+        for length, stride in zip(lengths[:split], strides[:split], strict=True):
+            starts = [start + n * stride * itemsize for start in starts for n in range(length)]
+        return ChunkPlace(begin, nbytes, starts, torch.Size(lengths[split:]).numel() * itemsize)
+
+    def sums(self) -> RangeSums:
+        """Empty sums with room for the chunk."""
+        return RangeSums(self.tensor_nbytes, self.starts[0], self.starts[-1] + self.run - 1)
+
+    def cut(self, position: int, piece: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """The runs of a piece of the chunk, from ``position`` on: the place in the tensor, and the bytes."""
+        at = 0
+        while at < len(piece):
+            number, inside = divmod(position + at, self.run)
+            part = piece[at : at + self.run - inside]
+            yield self.starts[number] + inside, part
+            at += len(part)
+
+
+class RunBuffer:
+    """Gathers runs that follow each other in a file, and writes them together.
+
+    What is written and what is summed is a copy: a tensor that somebody changes meanwhile still gives a file
+    that agrees with its checksums.
+    """
+
+    def __init__(self, progress: ProgressTracker) -> None:
+        self._memory = memoryview(bytearray(_BUFFER))
+        self._progress = progress
+        self._file: RangeWriter | None = None
+        self._start = 0
+        self._filled = 0
+
+    def put(self, file: RangeWriter, place: ChunkPlace, at: int, run: memoryview, sums: RangeSums) -> None:
+        """Take a run that begins at ``at`` in its tensor."""
+        done = 0
+        while done < len(run):
+            offset = place.begin + at + done
+            if file is not self._file or offset != self._start + self._filled or self._filled == _BUFFER:
+                self.flush()
+                self._file, self._start = file, offset
+            step = min(len(run) - done, _BUFFER - self._filled)
+            slot = self._memory[self._filled : self._filled + step]
+            copy_bytes(slot, run[done : done + step])
+            sums.add(at + done, slot)
+            self._filled += step
+            done += step
+
+    def flush(self) -> None:
+        """Write what was gathered."""
+        if self._filled and self._file is not None:
+            self._file.write_at(self._start, self._memory[: self._filled])
+            self._progress.advance(self._filled)
+        self._filled = 0
+
+
+class _Line(NamedTuple):
+    """One item of the plan: where it goes, and how it is stored."""
+
+    item: WriteItem
+    file: int
+    place: ChunkPlace
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.place.starts) * self.place.run
+
+
+def write_chunks(
+    store: ByteStore,
+    plan: SavePlan,
+    planner: SavePlanner,
+    *,
+    threads: int,
+    budget: int,
+    progress: ProgressTracker,
+) -> list[WriteResult]:
+    """Write every chunk of a plan at its place; on return the bytes are on stable storage.
+
+    Args:
+        store: The folder. Its files have their sizes already.
+        plan: What to write. Its ``storage_data`` are the ``RankPlaces`` of this rank.
+        planner: Gives the data.
+        threads: How many threads write, at most.
+        budget: The most memory taken besides the state.
+        progress: Is told of the bytes that were written. An exception that it raises stops the write.
+
+    Returns:
+        For each item where its tensor begins in which file. Its checksums are sums of the ranges that it has,
+        see ``range_sums``.
+    """
+    places = plan.storage_data
+    if not isinstance(places, RankPlaces):
+        raise UsageError("write_data needs the plan that prepare_global_plan has made, on the coordinator")
+    lines = sorted(
+        (_line_of(item, places) for item in plan.items), key=lambda line: (line.file, line.place.begin)
+    )
+    threads = max(1, min(threads, budget // (_BUFFER + _SMALLEST_COPY)))
+    copy_at_once = max(_SMALLEST_COPY, min(4 * _BUFFER, budget // threads - _BUFFER))
+    store.expect(sum(line.nbytes for line in lines))
+    cancellation = Cancellation()
+    with ExitStack() as stack:
+        files = [stack.enter_context(store.open_ranges(name)) for name in places.files]
+
+        def write(portion: Sequence[_Line]) -> list[WriteResult]:
+            buffer = RunBuffer(progress)
+            results = []
+            for line in portion:
+                cancellation.check()
+                name = places.files[line.file]
+                results.append(_write_line(line, files[line.file], name, planner, buffer, copy_at_once))
+            buffer.flush()
+            return results
+
+        jobs = [partial(write, portion) for portion in _deal(lines, threads)]
+        written = pool.run(jobs, threads=threads, cancellation=cancellation)
+    return [result for results in written for result in results]
+
+
+def _line_of(item: WriteItem, places: RankPlaces) -> _Line:
+    data = item.tensor_data
+    assert data is not None, "what is no tensor is refused before"
+    file, begin, name = places.places[item.index.fqn]
+    dtype: torch.dtype = getattr(torch, name)
+    chunk = data.chunk
+    place = ChunkPlace.of(begin, data.size, chunk.offsets, chunk.sizes, dtype.itemsize)
+    return _Line(item, file, place, dtype)
+
+
+def _write_line(
+    line: _Line, file: RangeWriter, name: str, planner: SavePlanner, buffer: RunBuffer, copy_at_once: int
+) -> WriteResult:
+    place, index = line.place, line.item.index
+    if not place.starts:
+        return WriteResult(index, 0, StorageInfo(name, place.begin, 0))
+    tensor = planner.resolve_data(line.item)
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidPlanError(f"{index.fqn}: the planner gave a {type(tensor).__name__}", key=index.fqn)
+    sums, position = place.sums(), 0
+    for piece in _pieces(tensor, line.dtype, copy_at_once):
+        for at, run in place.cut(position, piece):
+            buffer.put(file, place, at, run, sums)
+        position += len(piece)
+    if position != line.nbytes:
+        raise InvalidPlanError(
+            f"{index.fqn}: the planner gave {position} bytes, and the plan has {line.nbytes}", key=index.fqn
+        )
+    # The number of the first block tells where the sums belong.
+    offset = place.begin + sums.first_block * sums.block_size
+    return WriteResult(
+        index, line.nbytes, StorageInfo(name, offset, line.nbytes, checksums=sums.sums.tobytes())
+    )
+
+
+def _pieces(tensor: torch.Tensor, dtype: torch.dtype, max_bytes: int) -> Iterator[memoryview]:
+    """The elements of a tensor, cast, in row-major order; what has to be copied is so in pieces."""
+    tensor = tensor.detach()
+    if tensor.dtype == dtype:
+        yield from host_pieces(tensor, max_bytes)
+    elif tensor.dim() == 0 or tensor.numel() * max(tensor.itemsize, dtype.itemsize) <= max_bytes:
+        yield from host_pieces(tensor.to(dtype), max_bytes)
+    else:
+        row = tensor[0].numel() * max(tensor.itemsize, dtype.itemsize)
+        rows = max(1, max_bytes // row)
+        for start in range(0, tensor.shape[0], rows):
+            part = tensor[start : start + rows]
+            yield from _pieces(part[0] if rows == 1 else part, dtype, max_bytes)
+
+
+def _deal(lines: Sequence[_Line], count: int) -> list[Sequence[_Line]]:
+    """Neighbours together, in portions of about the same number of bytes; none is empty."""
+    portions: list[list[_Line]] = []
+    share = sum(line.nbytes for line in lines) / count
+    filled = 0.0
+    for line in lines:
+        if not portions or filled >= share * len(portions):
+            portions.append([])
+        portions[-1].append(line)
+        filled += line.nbytes
+    return list(portions)

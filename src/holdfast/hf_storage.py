@@ -1,0 +1,136 @@
+"""Models as safetensors files, as Hugging Face's libraries read and write them, under torch's names."""
+
+import os
+from collections.abc import Mapping
+
+import torch
+
+from holdfast._format.safetensors_index import INDEX, parse_size
+from holdfast._io.page_cache import PageCache
+from holdfast._known_methods import known_to_engine
+from holdfast._storage.safetensors_layout import ExportOptions, Rename
+from holdfast._storage.safetensors_reading import read_model_metadata
+from holdfast._storage.safetensors_writer import SafetensorsWriter
+from holdfast._storage.store_writer import DEFAULT_BUDGET
+from holdfast.errors import UsageError
+from holdfast.filesystem import FileSystemReader, FileSystemWriter
+from holdfast.metadata import Metadata
+
+__all__ = ["HuggingFaceStorageReader", "HuggingFaceStorageWriter"]
+
+_metadata_fn = INDEX
+
+
+class HuggingFaceStorageWriter(SafetensorsWriter, FileSystemWriter):
+    """Writes a model as safetensors files, which transformers, vLLM and stock torch read.
+
+    The ranks write the final files together, in one pass: each its shards, at their places. No file is read
+    again, and no folder of shards is left. Until the save is complete the folder's old model is there, whole;
+    after it, the new one. Values that are not tensors are refused.
+
+    Beside the files lies ``.holdfast.safetensors.checksums``, by which Holdfast checks every byte that it
+    reads of them. Other libraries ignore it.
+
+    Args:
+        path: The folder; made if it does not exist.
+        fqn_to_index_mapping: The file of each tensor: its number from 1 on, or its name, as the
+            ``weight_map`` of an index has it. Every tensor of the state must be in it, and nothing else. By
+            default there is one file, ``model-00001-of-00001.safetensors``.
+        thread_count: How many threads of each rank write.
+        save_distributed: Accepted for compatibility: sharded tensors are always written by the ranks that
+            have them, and a state that only one rank has by that rank.
+        enable_consolidation: Accepted for compatibility: the files are always whole.
+        thread_count_consolidation: Accepted for compatibility: there is no second pass.
+        token: Accepted for compatibility; places that need one are not reached by this class.
+        max_shard_size: The most bytes of tensors in a file: a number, or text such as ``"5GB"``. A model that
+            fits into one is ``model.safetensors``, without an index, as transformers has it.
+        dtype: Cast floating-point tensors to this dtype on the way out, a few MiB at a time.
+        rename: What keys are called in the files: a function of the key, or a dict with new names for some.
+            ``fqn_to_index_mapping`` has the new names.
+        memory_budget: The most bytes of memory taken besides the state.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        fqn_to_index_mapping: Mapping[str, int | str] | None = None,
+        thread_count: int = 1,
+        save_distributed: bool = False,
+        enable_consolidation: bool = False,
+        thread_count_consolidation: int = 1,
+        *,
+        token: str | None = None,
+        max_shard_size: int | str | None = None,
+        dtype: torch.dtype | None = None,
+        rename: Rename | None = None,
+        memory_budget: int = DEFAULT_BUDGET,
+    ) -> None:
+        FileSystemWriter.__init__(self, path, thread_count=thread_count, memory_budget=memory_budget)
+        if fqn_to_index_mapping is not None and max_shard_size is not None:
+            raise UsageError("give either fqn_to_index_mapping or max_shard_size: both divide the tensors")
+        self.token = token
+        self.fqn_to_index_mapping = fqn_to_index_mapping
+        self.save_distributed = save_distributed
+        self.enable_consolidation = enable_consolidation
+        self.thread_count_consolidation = thread_count_consolidation
+        self.options = ExportOptions(
+            fqn_to_index_mapping,
+            None if max_shard_size is None else parse_size(max_shard_size),
+            dtype,
+            rename,
+        )
+
+    @property
+    def metadata_path(self) -> str:
+        """The name of the index."""
+        return INDEX
+
+
+class HuggingFaceStorageReader(FileSystemReader):
+    """Reads safetensors files, whoever wrote them: Holdfast, transformers, safetensors, torch.
+
+    ``model.safetensors.index.json`` decides which file has which tensor. Without an index,
+    ``model.safetensors`` is read, or else all safetensors files of the folder. Only the needed bytes are
+    read. Files that Holdfast wrote are checked; others have no checksums.
+
+    Args:
+        path: The folder.
+        thread_count: How many threads read; 4 of a local folder by default.
+        token: Accepted for compatibility; places that need one are not reached by this class.
+        memory_budget: As in ``FileSystemReader``.
+        verify: As in ``FileSystemReader``.
+        share_reads: As in ``FileSystemReader``.
+        page_cache: As in ``FileSystemReader``.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        thread_count: int | None = None,
+        *,
+        token: str | None = None,
+        memory_budget: int = DEFAULT_BUDGET,
+        verify: bool = True,
+        share_reads: bool = True,
+        page_cache: PageCache = "auto",
+    ) -> None:
+        super().__init__(
+            path,
+            thread_count=thread_count,
+            memory_budget=memory_budget,
+            verify=verify,
+            share_reads=share_reads,
+            page_cache=page_cache,
+        )
+        self.token = token
+
+    @known_to_engine
+    def read_metadata(self) -> Metadata:
+        """What the files hold; reads the index and the headers of the files.
+
+        Raises:
+            CheckpointNotFoundError: There is no safetensors file.
+            IncompleteCheckpointError: A file, a tensor, or a part of one is missing.
+            IntegrityError: A file is damaged.
+        """
+        return self._as_asked_for(read_model_metadata(self.store))

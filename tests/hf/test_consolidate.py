@@ -1,0 +1,90 @@
+"""Sharded safetensors files of stock torch, joined."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.hf.model_files import DTYPES, load, model_files, of_dtype, same, with_safetensors
+from tests.support.ranks import run_ranks
+from torch.distributed.checkpoint import state_dict_saver as stock
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as StockWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from holdfast import _consolidate_hf_safetensors as consolidation
+from holdfast._consolidate_hf_safetensors import (
+    consolidate_safetensors_files,
+    consolidate_safetensors_files_on_every_rank,
+)
+from holdfast.errors import IncompleteCheckpointError, UsageError
+
+
+def write_shard(path: Path, tensors: dict[str, torch.Tensor], offsets: dict[str, list[int]]) -> None:
+    """A file as stock torch writes it for one rank."""
+    info = {key: {"saved_offsets": offsets[key]} for key in tensors}
+    save_file(tensors, path, {"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0", "format": "pt"})
+
+
+def shards_of_two_ranks(folder: Path) -> dict[str, torch.Tensor]:
+    """Two files with the halves of tensors of every dtype; the whole tensors."""
+    whole = {str(dtype)[6:]: of_dtype(dtype, 6, 8) for dtype in DTYPES}
+    whole["long"] = torch.arange(1000)
+    for rank in range(2):
+        half = {
+            key: value[rank * len(value) // 2 :][: len(value) // 2].clone() for key, value in whole.items()
+        }
+        offsets = {key: [rank * len(value) // 2, *[0] * (value.dim() - 1)] for key, value in whole.items()}
+        if rank == 0:
+            half["scalar"], offsets["scalar"] = torch.tensor(4.5), []
+        write_shard(folder / f"shard-0000{rank + 1}-model-00001-of-00001.safetensors", half, offsets)
+    return {**whole, "scalar": torch.tensor(4.5)}
+
+
+def test_parts_are_joined_without_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consolidation, "_PIECE", 100)
+    whole = shards_of_two_ranks(tmp_path)
+    assert same(load(tmp_path, whole), whole)
+    mapping = {key: 1 + number % 2 for number, key in enumerate(whole)}
+    consolidate_safetensors_files(tmp_path, tmp_path / "out", mapping, num_threads=3)
+    assert model_files(tmp_path / "out") == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+    assert same(with_safetensors(tmp_path / "out"), whole)
+    assert same(load(tmp_path / "out", whole), whole)
+
+
+def test_a_missing_part_is_named(tmp_path: Path) -> None:
+    shards_of_two_ranks(tmp_path)
+    (tmp_path / "shard-00001-model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(IncompleteCheckpointError, match="do not have all of it"):
+        consolidate_safetensors_files(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_mapping_to_tensors_that_are_not_there_is_refused(tmp_path: Path) -> None:
+    whole = shards_of_two_ranks(tmp_path)
+    with pytest.raises(UsageError, match=r"nothing\.weight"):
+        consolidate_safetensors_files(
+            tmp_path, tmp_path / "out", dict.fromkeys([*whole, "nothing.weight"], 1)
+        )
+    assert model_files(tmp_path / "out") == []
+
+
+def save_with_stock_torch(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(40.0).view(8, 5)
+    state = {f"dim {dim}": distribute_tensor(whole + dim, mesh, [Shard(dim)]) for dim in range(2)}
+    stock.save(state, storage_writer=StockWriter(folder, save_distributed=True))
+    consolidate_safetensors_files_on_every_rank(folder, f"{folder}/out", {"dim 0": 1, "dim 1": 1})
+
+
+@pytest.mark.slow
+def test_ranks_join_what_stock_torch_wrote(tmp_path: Path) -> None:
+    assert run_ranks(save_with_stock_torch, 2, str(tmp_path)) == [("returned", None)] * 2
+    whole = torch.arange(40.0).view(8, 5)
+    assert same(with_safetensors(tmp_path / "out"), {"dim 0": whole, "dim 1": whole + 1})
+    assert same(load(tmp_path, {"dim 0": whole}), {"dim 0": whole})

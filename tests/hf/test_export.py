@@ -1,0 +1,197 @@
+"""One process writes a model as safetensors files, and everybody reads it bit for bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.hf.model_files import (
+    export,
+    load,
+    model_files,
+    room_for,
+    same,
+    same_bits,
+    some_state,
+    with_safetensors,
+)
+from torch.distributed.checkpoint import state_dict_loader as stock
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader as StockReader
+
+import holdfast as dcp
+from holdfast.errors import CheckpointException, InvalidPlanError, UsageError
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("options", "files"),
+    [
+        ({}, ["model-00001-of-00001.safetensors", INDEX]),
+        ({"max_shard_size": "1GB"}, ["model.safetensors"]),
+        (
+            {"max_shard_size": "2MB", "thread_count": 3},
+            ["model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors", INDEX],
+        ),
+        (
+            {"save_distributed": True, "enable_consolidation": True},
+            ["model-00001-of-00001.safetensors", INDEX],
+        ),
+        ({"memory_budget": 1}, ["model-00001-of-00001.safetensors", INDEX]),
+    ],
+)
+def test_every_dtype_and_kind_of_tensor_comes_back(
+    tmp_path: Path, options: dict[str, Any], files: list[str]
+) -> None:
+    state = some_state()
+    export(state, tmp_path, **options)
+    assert set(files) <= set(model_files(tmp_path))
+    assert same(with_safetensors(tmp_path), state)
+    assert same(load(tmp_path, state), state)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_stock_torch_reads_what_is_written(tmp_path: Path) -> None:
+    unknown_to_stock = {"float8_e8m0fnu", "float4_e2m1fn_x2"}
+    state = {key: value for key, value in some_state().items() if key not in unknown_to_stock}
+    export(state, tmp_path, max_shard_size="2MB")
+    found = room_for(state)
+    stock.load(found, storage_reader=StockReader(str(tmp_path)))
+    assert same(found, state)
+
+
+def test_the_index_says_where_each_tensor_is(tmp_path: Path) -> None:
+    export({"a": torch.zeros(4), "b": torch.zeros(2)}, tmp_path, fqn_to_index_mapping={"a": 2, "b": 1})
+    assert json.loads((tmp_path / INDEX).read_text()) == {
+        "metadata": {"total_size": 24},
+        "weight_map": {"a": "model-00002-of-00002.safetensors", "b": "model-00001-of-00002.safetensors"},
+    }
+
+
+def test_shard_names_of_another_model_are_kept(tmp_path: Path) -> None:
+    names = {
+        "a": "model.safetensors-00001-of-00002.safetensors",
+        "b": "model.safetensors-00002-of-00002.safetensors",
+    }
+    export({"a": torch.zeros(4), "b": torch.zeros(2)}, tmp_path, fqn_to_index_mapping=names)
+    assert model_files(tmp_path) == sorted([*names.values(), INDEX])
+
+
+def test_an_export_over_another_leaves_nothing_of_it(tmp_path: Path) -> None:
+    layouts: list[dict[str, Any]] = [{"max_shard_size": "1KB"}, {}, {"max_shard_size": "1GB"}]
+    for seed, options in enumerate([*layouts, *reversed(layouts), *layouts]):
+        state = {"a": torch.full((300,), float(seed)), "b": torch.full((300,), -float(seed))}
+        export(state, tmp_path, **options)
+        assert same(load(tmp_path, state), state)
+        assert same(with_safetensors(tmp_path), state)
+    assert model_files(tmp_path) == ["model.safetensors"]
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"of somebody else")
+    for _ in range(2):
+        export({"a": torch.zeros(3)}, tmp_path)
+    assert (tmp_path / "adapter_model.safetensors").read_bytes() == b"of somebody else"
+    assert (tmp_path / "config.json").exists()
+
+
+def test_dtype_and_names_change_on_the_way_out(tmp_path: Path) -> None:
+    weight = torch.randn(3000, 500)
+    state = {
+        "model.w": weight,
+        "model.t": weight.t(),
+        "model.n": torch.arange(5),
+        "model.s": torch.tensor(0.1),
+    }
+    export(
+        state, tmp_path, dtype=torch.bfloat16, rename=lambda key: key.removeprefix("model."), memory_budget=1
+    )
+    found = with_safetensors(tmp_path)
+    assert found.keys() == {"w", "t", "n", "s"}
+    assert same_bits(found["w"], weight.bfloat16())
+    assert same_bits(found["t"], weight.t().bfloat16())
+    assert same_bits(found["n"], torch.arange(5))
+    export(state, tmp_path, rename={"model.w": "other"})
+    assert with_safetensors(tmp_path).keys() == {"other", "model.t", "model.n", "model.s"}
+
+
+@pytest.mark.parametrize(
+    ("state", "options", "key"),
+    [
+        ({"a": torch.zeros(2), "step": 7}, {}, "step"),
+        ({"a": torch.zeros(2), "deep": {"list": [torch.zeros(1), "text"]}}, {}, r"deep\.list\.1"),
+        ({"c": torch.zeros(2, dtype=torch.complex128)}, {}, "c"),
+        ({"a": torch.zeros(2)}, {"fqn_to_index_mapping": {"a": 1, "lm_head": 1}}, "lm_head"),
+        ({"a": torch.zeros(2), "b": torch.zeros(2)}, {"fqn_to_index_mapping": {"a": 1}}, "b"),
+        ({"a": torch.zeros(2), "b": torch.zeros(2)}, {"rename": {"a": "b"}}, "same name"),
+        ({"a": torch.zeros(2)}, {"rename": lambda _: ""}, "cannot be the name"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_before_anything_is_written(
+    tmp_path: Path, state: dict[str, Any], options: dict[str, Any], key: str
+) -> None:
+    old = {"old": torch.ones(3)}
+    export(old, tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises((InvalidPlanError, UsageError), match=key):
+        export(state, tmp_path, **options)
+    assert sorted(tmp_path.iterdir()) == before
+    assert same(load(tmp_path, old), old)
+
+
+def test_a_failure_while_writing_leaves_the_old_model_alone(tmp_path: Path) -> None:
+    class Failing(dcp.DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            if write_item.index.fqn == "b":
+                raise OSError(5, "no data")
+            return super().resolve_data(write_item)
+
+    old = {"a": torch.ones(3), "b": torch.zeros(3)}
+    export(old, tmp_path)
+    before = sorted(tmp_path.iterdir())
+    writer = dcp.HuggingFaceStorageWriter(tmp_path)
+    with pytest.raises(CheckpointException, match="no data"):
+        dcp.save({"a": torch.zeros(3), "b": torch.ones(3)}, storage_writer=writer, planner=Failing())
+    assert sorted(tmp_path.iterdir()) == before
+    assert same(load(tmp_path, old), old)
+
+
+def test_ranks_cannot_each_write_a_model_of_their_own(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="use_collectives"):
+        dcp.save(
+            {"a": torch.zeros(2)},
+            storage_writer=dcp.HuggingFaceStorageWriter(tmp_path),
+            use_collectives=False,
+        )
+
+
+def test_both_ways_to_divide_tensors_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="either"):
+        dcp.HuggingFaceStorageWriter(tmp_path, {"a": 1}, max_shard_size=1)
+
+
+def test_save_returns_metadata_of_the_files(tmp_path: Path) -> None:
+    writer = dcp.HuggingFaceStorageWriter(tmp_path, rename={"a": "x"}, dtype=torch.float16)
+    metadata: Any = dcp.save({"a": torch.ones(3)}, storage_writer=writer)
+    assert metadata.state_dict_metadata["x"].properties.dtype == torch.float16
+    assert {info.relative_path for info in metadata.storage_data.values()} == {
+        "model-00001-of-00001.safetensors"
+    }
+
+
+def test_a_background_save_writes_the_same_files(tmp_path: Path) -> None:
+    state = some_state()
+    saving: Any = dcp.async_save(state, storage_writer=dcp.HuggingFaceStorageWriter(tmp_path / "thread"))
+    saving.result()
+    export(state, tmp_path / "here")
+    assert (tmp_path / "thread" / "model-00001-of-00001.safetensors").read_bytes() == (
+        tmp_path / "here" / "model-00001-of-00001.safetensors"
+    ).read_bytes()
+
+
+def test_an_empty_state_is_a_file_without_tensors(tmp_path: Path) -> None:
+    export({}, tmp_path, max_shard_size=10)
+    assert load_file(tmp_path / "model.safetensors") == {}

@@ -1,0 +1,123 @@
+"""A save of safetensors files over older ones, killed at any call: the old model or the new one, whole."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.hf.model_files import export, load, model_files, same
+from tests.support.checkpoints import contents, put_back
+from tests.support.kills import run_and_kill
+from tests.support.sweeps import sweep
+
+pytestmark = pytest.mark.one_core
+
+INDEXED: dict[str, Any] = {}
+SHARDS = {"max_shard_size": "1KB"}
+LONE = {"max_shard_size": "1GB"}
+OTHER_NAMES = {"fqn_to_index_mapping": {"a": 1, "b": 3, "c": 3}}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "the same shards": (SHARDS, SHARDS),
+    "one file to one file": (LONE, LONE),
+    "one file with an index to the same": (INDEXED, INDEXED),
+    "one file to shards": (LONE, SHARDS),
+    "shards to one file": (SHARDS, LONE),
+    "shards to other shards": (SHARDS, OTHER_NAMES),
+}
+
+
+class Kill(NamedTuple):
+    """One kill: at which call, what our reader and transformers find after it, what was left at last."""
+
+    point: str
+    ours: str
+    theirs: str
+    stale: list[str]
+
+
+def test_a_kill_at_some_calls_leaves_the_old_model_or_the_new(tmp_path: Path) -> None:
+    kills = _run_kills(tmp_path, "the same shards", stride=40)
+    assert {kill.ours for kill in kills} == {kill.theirs for kill in kills} == {"old", "new"}
+
+
+@sweep(stride=11)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_a_kill_at_any_call_leaves_the_old_model_or_the_new(tmp_path: Path, case: str, stride: int) -> None:
+    """For our reader and for one that finds models as transformers does. The next save cleans up."""
+    kills = _run_kills(tmp_path, case, stride)
+    for found in ([kill.ours for kill in kills], [kill.theirs for kill in kills]):
+        # Once new, always new.
+        assert found == sorted(found, reverse=True), kills
+        assert set(found) == {"old", "new"} or stride > 1
+    assert [kill for kill in kills if kill.stale] == [], "the save after a kill left stale files"
+    points = {"before rename", "after rename", "before fsync", "after unlink"}
+    assert stride > 1 or points <= {kill.point for kill in kills}
+
+
+def _run_kills(folder: Path, case: str, stride: int = 1) -> list[Kill]:
+    """All kills of one case, by a process that forks a victim for each of them."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.hf.test_kill_during_export",
+        str(folder / "model"),
+        case,
+        str(stride),
+    ]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[2]
+    )
+    assert done.returncode == 0, done.stderr
+    return [Kill(*kill) for kill in json.loads(done.stdout)]
+
+
+# What follows runs in the process that is started for it.
+
+
+def _state(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {key: torch.randn(10, 20, generator=generator) for key in "abc"}
+
+
+def _load_as_transformers_does(folder: str) -> dict[str, torch.Tensor]:
+    if os.path.exists(f"{folder}/model.safetensors"):
+        return load_file(f"{folder}/model.safetensors")
+    weight_map = json.loads(Path(folder, "model.safetensors.index.json").read_text())["weight_map"]
+    files = {name: load_file(f"{folder}/{name}") for name in set(weight_map.values())}
+    return {key: files[name][key] for key, name in weight_map.items()}
+
+
+def _main(folder: str, case: str, stride: int) -> None:
+    torch.set_num_threads(1)
+    before, after = CASES[case]
+    old, new, later = map(_state, (1, 2, 3))
+
+    def which(found: dict[str, torch.Tensor]) -> str:
+        return "old" if same(found, old) else "new" if same(found, new) else "a mix"
+
+    export(later, f"{folder}-clean", **after)
+    expected = model_files(f"{folder}-clean")
+    export(old, folder, **before)
+    content = contents(folder)
+    kills: list[Kill] = []
+    for number in itertools.count(1, stride):
+        put_back(folder, content)
+        point = run_and_kill(lambda: export(new, folder, **after), number)
+        if point is None:
+            break
+        found = which(load(folder, old)), which(_load_as_transformers_does(folder))
+        export(later, folder, **after)
+        assert same(load(folder, later), later), f"the save after a kill {point} is not whole"
+        kills.append(Kill(point, *found, sorted(set(model_files(folder)) ^ set(expected))))
+    sys.stdout.write(json.dumps(kills))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
