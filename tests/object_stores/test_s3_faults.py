@@ -130,7 +130,7 @@ def test_bytes_that_always_change_on_their_way_are_an_error_with_file_and_key(
     proxy: S3Proxy, place: str, nbytes: int
 ) -> None:
     save(place, 2.0, nbytes=nbytes)
-    proxy.on(FlipAnswer(0), method="GET", key=DATA)
+    proxy.on(FlipAnswer(1500), method="GET", key=DATA)
     with pytest.raises(IntegrityError, match=r"s3://.*distcp"):
         load(place, nbytes=nbytes)
 

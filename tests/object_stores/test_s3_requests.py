@@ -13,6 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import holdfast
 from holdfast.cli import main
 
+pytestmark = [pytest.mark.slow, pytest.mark.one_core]
+
 MIB = 1 << 20
 
 

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
+from urllib.error import HTTPError
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, GenericError, PreconditionError
@@ -14,7 +15,7 @@ from typing_extensions import Buffer
 
 from holdfast._format.names import is_data_file
 from holdfast._io.bucket_client import BucketAccess, refuse_forked_process
-from holdfast._io.bucket_errors import PAUSES, persist, rest, translated
+from holdfast._io.bucket_errors import PAUSES, may_pass, persist, rest, translated
 from holdfast._io.bucket_files import (
     PARTS_IN_FLIGHT,
     READ_NBYTES,
@@ -33,7 +34,9 @@ logger = logging.getLogger(__name__)
 
 # By its end one save's metadata is told from another's: it has a checksum of the rest.
 _COMPARED = 256
+_CONFLICTS = (AlreadyExistsError, PreconditionError)
 _NO_SUCH_RANGE = "status code: 416 "
+_NOT_FOR_US = {403, 405, 501}
 _MOST_LISTED = 10_000
 
 
@@ -51,6 +54,7 @@ class BucketStore(ByteStore):
         requests_in_flight=8,
         read_gap_nbytes=1 << 20,
         read_nbytes=READ_NBYTES,
+        may_write_late=True,
     )
 
     def __init__(self, access: BucketAccess) -> None:
@@ -191,7 +195,7 @@ class BucketStore(ByteStore):
                 return
             if found == "other" and not overwrite:
                 raise existing_file(path) from error
-            if pause is None:
+            if pause is None or not (isinstance(error.__cause__, _CONFLICTS) or may_pass(error)):
                 raise error
             logger.warning("%s Trying again.", error)
             rest(pause)
@@ -204,7 +208,7 @@ class BucketStore(ByteStore):
             with translated(self._path(name)):
                 obstore.put(self._client, name, data, mode=mode, use_multipart=False)
         except StorageError as error:
-            if isinstance(error.__cause__, AlreadyExistsError | PreconditionError | GenericError):
+            if isinstance(error.__cause__, (*_CONFLICTS, GenericError)):
                 return error
             raise
         return None
@@ -246,16 +250,24 @@ class BucketStore(ByteStore):
             logger.warning("%s: an upload that failed could not be removed: %s", self._path(name), error)
 
     def abort_unfinished(self, is_dead: Callable[[str], bool]) -> None:
-        """Abort uploads in parts that nobody will complete; see ByteStore. S3 only."""
+        """Abort uploads in parts that nobody will complete; see ByteStore.
+
+        Only on S3, and only if the server lets us.
+        """
         keys = self._access.s3_keys()
         if keys is None:
             return
         uploads = S3Uploads(self._access, keys)
         prefix = f"{self._access.prefix}/" if self._access.prefix else ""
-        for upload in list(uploads.find(prefix)):
-            name = upload.key.removeprefix(prefix)
-            if is_dead(name):
-                uploads.abort(upload)
+        try:
+            for upload in list(uploads.find(prefix)):
+                if is_dead(upload.key.removeprefix(prefix)):
+                    uploads.abort(upload)
+        except HTTPError as error:
+            error.close()
+            if error.code not in _NOT_FOR_US:
+                raise
+            logger.info("%s: unfinished uploads cannot be looked for: %s", self.url, error)
 
     def sync(self) -> None:
         """Nothing: an object that the store has confirmed is durable, its name included."""

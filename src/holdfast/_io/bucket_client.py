@@ -10,6 +10,7 @@ import importlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
@@ -26,6 +27,13 @@ CLASSES = {
 
 # The total time of a request must be enough for a part of 8 MiB on a slow link that ten of them share.
 _CLIENT = {"timeout": "15min", "read_timeout": "2min", "connect_timeout": "10s"}
+# obstore's own waits are so short that its ten retries may be over after 1.4 s, when a server that was killed
+# is not back yet.
+_RETRY = {
+    "max_retries": 30,
+    "retry_timeout": timedelta(minutes=3),
+    "backoff": {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=5), "base": 2},
+}
 _DEFAULT_REGION = "us-east-1"
 _ENDPOINTS = {
     "S3Store": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
@@ -171,7 +179,7 @@ class BucketAccess:
                 f"{scheme}://{bucket}/{quote(key.strip('/'))}",
                 config=config,
                 client_options=client,
-                retry_config=dict(self.retry) or None,
+                retry_config={**_RETRY, **self.retry},
                 credential_provider=provider,
             )
         except Exception as error:

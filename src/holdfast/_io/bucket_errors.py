@@ -27,6 +27,7 @@ _HINTS = {
     ),
 }
 
+_FINAL = ("max_retries", "status code: 4")
 _REFUSED = "status code: 403 "  # of a listing, which has no exception of its own
 
 
@@ -74,12 +75,20 @@ def persist(path: str, request: Callable[[], T]) -> T:
             with translated(path):
                 return request()
         except StorageError as error:  # noqa: PERF203 - requests take longer than that
-            if not isinstance(error.__cause__, GenericError) or isinstance(error, AccessDeniedError):
+            if not may_pass(error):
                 raise
             logger.warning("%s Trying again.", error)
             rest(pause)
     with translated(path):
         return request()
+
+
+def may_pass(error: StorageError) -> bool:
+    """Whether a request may succeed if it is made again: the server did not refuse it, and obstore has not
+    tried it for minutes already.
+    """
+    cause = error.__cause__
+    return isinstance(cause, GenericError) and not any(words in reason_of(cause) for words in _FINAL)
 
 
 def rest(seconds: float) -> None:

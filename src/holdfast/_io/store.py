@@ -82,6 +82,8 @@ class StoreTraits:
         read_nbytes: The most bytes that small neighbours are read in at once.
         lists_sizes: Whether ``list`` costs no more than ``names``. If not, a size is asked for by ``open``.
         random_writes: Whether there are ``reserve``, ``open_ranges``, ``rename`` and ``link``.
+        may_write_late: Whether files of a process may appear after the process was killed, because it has
+            sent them to a server.
     """
 
     writer_nbytes: int = 32 << 20
@@ -90,6 +92,7 @@ class StoreTraits:
     read_nbytes: int = 4 << 20
     lists_sizes: bool = True
     random_writes: bool = False
+    may_write_late: bool = False
 
 
 class CacheRoom(NamedTuple):

@@ -36,9 +36,17 @@ def known_by(name: str) -> str:
     return file.save if file and file.save else name
 
 
-def files_of_save(store: ByteStore, save_id: str) -> list[str]:
-    """The data files of one save, whichever rank wrote them, as far as the store can list them."""
-    names = store.names() if store.can_list else ()
+def files_of_save(store: ByteStore, save_id: str) -> list[str] | None:
+    """After a save that failed: its data files, whichever rank wrote them, as far as the store can list them.
+
+    Returns:
+        None if the store does not answer. That is logged and not raised.
+    """
+    try:
+        names = store.names() if store.can_list else ()
+    except Exception as error:  # noqa: BLE001 - the reason of the failed save is on its way to the caller
+        logger.warning("%s: files of a failed save cannot be found now: %s", store.url, error)
+        return None
     save = save_id[:SAVE_DIGITS]
     return [name for name in names if (file := parse_data_file(name)) and file.save == save]
 
@@ -111,7 +119,9 @@ def remove_dead(store: ByteStore, lease: Lease) -> None:
         if doomed:
             store.sync()  # the commit of the dead save may not be durable yet
             store.delete(doomed)
-        store.abort_unfinished(lambda name: known_by(name) in lease.dead)
+        # Of those, too, whose leases a save has removed that was killed before it came to this.
+        gone = lease.dead | lease.left_by_dead
+        store.abort_unfinished(lambda name: known_by(name) in gone)
     except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
         logger.warning("%s: files of a killed save could not be removed: %s", store.url, error)
         lease.leave()
@@ -224,16 +234,21 @@ def discard_files(store: ByteStore, names: Iterable[str], *, rank: int | None) -
     return delete_quietly(store, unused) and used.isdisjoint(names)
 
 
-def abort_uploads_of(store: ByteStore, save_id: str) -> None:
+def abort_uploads_of(store: ByteStore, save_id: str) -> bool:
     """After a save: give up what is unfinished of it: what killed ranks have begun, or a lost answer hid.
 
     A failure is only logged.
+
+    Returns:
+        Whether nothing of it is left.
     """
     save = save_id[:SAVE_DIGITS]
     try:
         store.abort_unfinished(lambda name: known_by(name) == save)
     except Exception as error:  # noqa: BLE001 - whether the save has failed or not, this changes nothing
         logger.info("%s: unfinished uploads may be left: %s", store.url, error)
+        return False
+    return True
 
 
 def delete_quietly(store: ByteStore, names: Iterable[str]) -> bool:

@@ -298,13 +298,21 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
             outcome_is_known: False where the coordinator may have committed it all the same, or may still
                 do so: then nothing is removed.
         """
-        if outcome_is_known:
-            written = [*self._written, *(files_of_save(self.store, self.save_id) if self._lease else ())]
-            if not discard_files(self.store, written, rank=self._own_rank) and self._lease:
-                self._lease.leave()
-            if self._lease:
-                abort_uploads_of(self.store, self.save_id)
-        self._release()
+        try:
+            if outcome_is_known:
+                self._discard_written()
+        finally:
+            self._release()
+
+    def _discard_written(self) -> None:
+        of_all = files_of_save(self.store, self.save_id) if self._lease else []
+        is_clean = discard_files(self.store, [*self._written, *(of_all or ())], rank=self._own_rank)
+        if self._lease is None:
+            return
+        is_clean = abort_uploads_of(self.store, self.save_id) and is_clean and of_all is not None
+        # What a killed rank has sent may reach the store after this.
+        if not is_clean or (self._world_size > 1 and self.store.traits.may_write_late):
+            self._lease.leave()
 
     def _release(self) -> None:
         self._written = []
