@@ -74,7 +74,7 @@ class ModelCommit:
         """
         try:
             new = self._write_headers(checksums)
-            there = self.store.names()
+            there = names_there(self.store, self.layout)
             replaced = files_of_index(self.store, there) | ({LONE} & there)
             usual = [file.name for file in self.layout.files]
             after_save = [name_after_save(name, self.save_id) for name in usual]
@@ -84,7 +84,7 @@ class ModelCommit:
             self._put_checksums({**read_checksums(self.store), **new})
             is_tidy = self._commit(there)
         except BaseException:
-            if not discard_model(self.store, self.save_id, self._made):
+            if not discard_model(self.store, self.save_id, self._made or self._streamed):
                 self.lease.leave()
             raise
         try:
@@ -100,7 +100,7 @@ class ModelCommit:
 
     def _remove_leftovers(self) -> None:
         """Remove files that killed saves did not give their names. They do not tell whose they are."""
-        names = self.store.names()
+        names = names_there(self.store, self.layout)
         leftovers = [name for name in names if is_leftover(name) or is_unfinished(name)]
         if leftovers and not self.lease.others(names)[0]:
             self.store.delete(leftovers)
@@ -109,19 +109,37 @@ class ModelCommit:
         found = {}
         for file in self.layout.files:
             sums = b"".join(checksums[tensor.key] for tensor in file.tensors)
-            header = file.header(digest_of(sums))
-            with self.store.open_ranges(file.temporary) as output:
-                output.write_at(0, memoryview(header))
+            if self._in_place:
+                header = file.header(digest_of(sums))
+                with self.store.open_ranges(file.temporary) as output:
+                    output.write_at(0, memoryview(header))
+            else:
+                header = file.header(digest_of(self.save_id.encode()))
             found[digest_of(header)] = FileChecksums(file.nbytes, sums)
         return found
 
     def _put_checksums(self, files: Mapping[str, FileChecksums]) -> None:
         self.store.replace(CHECKSUMS, dump_checksums(files, BLOCK_SIZE))
 
+    @property
+    def _in_place(self) -> bool:
+        """Whether files can be changed and renamed; if not, they have their names and headers already."""
+        return self.store.traits.random_writes
+
+    @property
+    def _streamed(self) -> list[str]:
+        """Files that have the names which they keep since they were written."""
+        return [] if self._in_place else [file.temporary for file in self.layout.files]
+
     def _commit(self, there: set[str]) -> bool:
         """Make the model exist; return whether its files have their usual names."""
         usual = [file.name for file in self.layout.files]
         is_lone = not self.layout.has_index
+        if not self._in_place:
+            self.names = {file.name: file.temporary for file in self.layout.files}
+            if not is_lone or self.names != {LONE: LONE}:
+                self._put_index()
+            return True
         is_tidy = INDEX not in there if is_lone else there.isdisjoint(usual)
         self.names = {name: name if is_tidy else name_after_save(name, self.save_id) for name in usual}
         if is_lone and is_tidy:
@@ -153,6 +171,14 @@ class ModelCommit:
         self.store.delete(first.values())
 
 
+def names_there(store: ByteStore, layout: ModelLayout) -> set[str]:
+    """The files of a folder; of a store that cannot list them those that matter for a model."""
+    if store.traits.can_list:
+        return store.names()
+    asked = [INDEX, LONE, CHECKSUMS, *(file.name for file in layout.files)]
+    return {name for name in asked if store.exists(name)}
+
+
 def files_of_index(store: ByteStore, there: set[str]) -> set[str]:
     """The safetensors files that the index in a folder names; none if there is no index.
 
@@ -180,7 +206,7 @@ def discard_model(store: ByteStore, save_id: str, made: Iterable[str] = ()) -> b
         Whether nothing of the save is left.
     """
     try:
-        names = store.names()
+        names = store.names() if store.traits.can_list else {INDEX} if store.exists(INDEX) else set()
         mine = {name for name in names if save_in_name(name) == save_id[:SAVE_DIGITS]} | set(made)
         used = files_of_index(store, names)
     except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything

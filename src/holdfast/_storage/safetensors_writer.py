@@ -10,11 +10,18 @@ from holdfast._io.blocks import BLOCK_SIZE
 from holdfast._io.range_sums import join_sums
 from holdfast._plan.global_plan import find_problems
 from holdfast._plan.write_columns import columns_of
-from holdfast._storage.safetensors_commit import ModelCommit, discard_model, remove_dead_models
+from holdfast._storage.safetensors_commit import (
+    ModelCommit,
+    discard_model,
+    names_there,
+    remove_dead_models,
+)
 from holdfast._storage.safetensors_layout import (
     ExportOptions,
     ModelLayout,
+    for_streams,
     lay_out,
+    places_in_streams,
     places_of_rank,
     refuse_what_is_no_tensor,
 )
@@ -50,10 +57,11 @@ class SafetensorsWriter(StoreWriter):
                 "use_collectives=False is not for safetensors files: the ranks write the files of a model "
                 "together. With no_dist=True one process writes a model that it has all of."
             )
-        if not self.store.traits.random_writes:
+        if not self.store.traits.random_writes and self.context.world_size > 1:
             raise UsageError(
-                f"{self.store.url}: safetensors files are written in place, which this storage cannot do. "
-                "Export to a local or shared folder, and copy the files from there.",
+                f"{self.store.url}: ranks write safetensors files together at any place of them, which this "
+                "storage cannot do. Let one rank save whole tensors with no_dist=True, or save to a local or "
+                "shared folder, and copy the files from there.",
                 path=self.store.url,
             )
         ours: SavePlan = to_ours(plan)
@@ -66,10 +74,14 @@ class SafetensorsWriter(StoreWriter):
         ours: list[SavePlan] = to_ours(plans)
         self._world_size = len(plans)
         layout = lay_out(ours, self._key_order, self.options, self.save_id)
-        told = [places_of_rank(layout, plan) for plan in ours]
         self._take_lease()
-        for file in layout.files:
-            self.store.reserve(file.temporary, file.nbytes)
+        if self.store.traits.random_writes:
+            told = [places_of_rank(layout, plan) for plan in ours]
+            for file in layout.files:
+                self.store.reserve(file.temporary, file.nbytes)
+        else:
+            layout = for_streams(layout, names_there(self.store, layout), self.save_id)
+            told = [places_in_streams(layout, plan, self.save_id) for plan in ours]
         self._layout = layout
         return [
             dataclasses.replace(plan, storage_data=places) for plan, places in zip(plans, told, strict=True)
@@ -130,8 +142,10 @@ class SafetensorsWriter(StoreWriter):
 
     def abandon(self, *, outcome_is_known: bool = True) -> None:
         """After a save that failed: the coordinator removes what all ranks have written for it."""
-        if outcome_is_known and self._lease is not None and not discard_model(self.store, self.save_id):
-            self._lease.leave()
+        if outcome_is_known and self._lease is not None:
+            files = self._layout.files if self._layout else ()
+            if not discard_model(self.store, self.save_id, [file.temporary for file in files]):
+                self._lease.leave()
         self._release()
 
     def _release(self) -> None:

@@ -17,6 +17,7 @@ from holdfast._io.progress import ProgressTracker
 from holdfast._io.range_sums import RangeSums
 from holdfast._io.store import ByteStore
 from holdfast._storage.safetensors_layout import RankPlaces
+from holdfast._storage.safetensors_streams import StreamedFile
 from holdfast._tensors.host import host_pieces
 from holdfast.errors import InvalidPlanError, UsageError
 from holdfast.planner import SavePlan, SavePlanner, WriteItem
@@ -152,14 +153,15 @@ def write_chunks(
     if not isinstance(places, RankPlaces):
         raise UsageError("write_data needs the plan that prepare_global_plan has made, on the coordinator")
     lines = sorted(
-        (_line_of(item, places) for item in plan.items), key=lambda line: (line.file, line.place.begin)
+        (_line_of(item, places) for item in plan.items),
+        key=lambda line: (line.file, line.place.begin, list(line.place.starts[:1])),
     )
-    threads = max(1, min(threads, budget // (_BUFFER + _SMALLEST_COPY)))
+    threads = 1 if places.headers else max(1, min(threads, budget // (_BUFFER + _SMALLEST_COPY)))
     copy_at_once = max(_SMALLEST_COPY, min(4 * _BUFFER, budget // threads - _BUFFER))
     store.expect(sum(line.nbytes for line in lines))
     cancellation = Cancellation()
     with ExitStack() as stack:
-        files = [stack.enter_context(store.open_ranges(name)) for name in places.files]
+        files: list[RangeWriter] = [stack.enter_context(file) for file in _open_files(store, places)]
 
         def write(portion: Sequence[_Line]) -> list[WriteResult]:
             buffer = RunBuffer(progress)
@@ -174,6 +176,14 @@ def write_chunks(
         jobs = [partial(write, portion) for portion in _deal(lines, threads)]
         written = pool.run(jobs, threads=threads, cancellation=cancellation)
     return [result for results in written for result in results]
+
+
+def _open_files(store: ByteStore, places: RankPlaces) -> Iterator[RangeWriter]:
+    if places.headers:
+        for name, (header, nbytes) in zip(places.files, places.headers, strict=True):
+            yield StreamedFile(store, name, header, nbytes)
+    else:
+        yield from map(store.open_ranges, places.files)
 
 
 def _line_of(item: WriteItem, places: RankPlaces) -> _Line:
