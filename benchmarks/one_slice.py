@@ -12,15 +12,15 @@ from benchmarks.sides import Side, both_sides
 from benchmarks.states import KIB, MIB, Tensors
 from benchmarks.turns import read_through, seconds_of, take_turns
 
-__all__ = ["slice_cases"]
+__all__ = ["RANK", "RANKS", "shard_of_rank", "slice_cases"]
 
-_RANKS = 8
-_RANK = 3
+RANKS = 8
+RANK = 3
 
 
 def slice_cases(scale: float) -> list[Case]:
     """The cases of this module."""
-    rows = max(_RANKS, int(256 * KIB * scale)) // _RANKS * _RANKS
+    rows = max(RANKS, int(256 * KIB * scale)) // RANKS * RANKS
     contents = Tensors(1, (rows, KIB))
     quantities = (
         Quantity("bytes read per byte needed", "bytes/byte", Goal(at_most=1.05)),
@@ -32,9 +32,9 @@ def slice_cases(scale: float) -> list[Case]:
         (key,) = state
         for side in both_sides():
             side.save_anew(state, job.folder / side.name)
-        expected = state[key].chunk(_RANKS)[_RANK]
+        expected = state[key].chunk(RANKS)[RANK]
         local = torch.empty_like(expected)
-        target = {key: _shard(local)}
+        target = {key: shard_of_rank(local)}
 
         def act(side: Side) -> dict[str, float]:
             folder = job.folder / side.name
@@ -51,7 +51,7 @@ def slice_cases(scale: float) -> list[Case]:
     return [
         Case(
             "slice",
-            f"rows of rank {_RANK} of {_RANKS}, Shard(0), out of one tensor of "
+            f"rows of rank {RANK} of {RANKS}, Shard(0), out of one tensor of "
             f"{contents.nbytes / MIB:,.0f} MiB, page cache warm",
             quantities,
             2 * contents.nbytes,
@@ -62,7 +62,7 @@ def slice_cases(scale: float) -> list[Case]:
     ]
 
 
-def _shard(local: torch.Tensor) -> DTensor:
+def shard_of_rank(local: torch.Tensor) -> DTensor:
     """``local`` as this rank's part of a tensor over eight ranks, seven of which do not exist.
 
     Neither side talks to the others when it loads alone, so torch's own stand-in for a group serves.
@@ -71,8 +71,8 @@ def _shard(local: torch.Tensor) -> DTensor:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
 
     if not dist.is_initialized():
-        dist.init_process_group("fake", rank=_RANK, world_size=_RANKS, store=FakeStore())
-    mesh = init_device_mesh("cpu", (_RANKS,))
+        dist.init_process_group("fake", rank=RANK, world_size=RANKS, store=FakeStore())
+    mesh = init_device_mesh("cpu", (RANKS,))
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
 
 

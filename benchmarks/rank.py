@@ -23,7 +23,7 @@ from benchmarks.sides import Side, both_sides
 from benchmarks.states import Tensors
 from benchmarks.turns import drop_caches, read_through, seconds_of
 
-__all__ = ["measure"]
+__all__ = ["check_held", "held_by_rank", "local_part", "measure"]
 
 _DIMENSIONS: dict[Layout, int] = {"rows": 0, "columns": 1}
 
@@ -32,8 +32,8 @@ def measure(case: RankCase, job: Job) -> Samples:
     """What this rank measures; all ranks call it at once."""
     mesh = init_device_mesh("cpu", (RANKS,))
     sides = both_sides(together=True)
-    held = _held(case.contents, case.saved, mesh)
-    target = held if case.saved == case.loaded else _held(case.contents, case.loaded, mesh)
+    held = held_by_rank(case.contents, case.saved, mesh)
+    target = held if case.saved == case.loaded else held_by_rank(case.contents, case.loaded, mesh)
     for side in sides:
         place = job.folder / f"warm-up-{side.name}"
         side.save({"x": torch.ones(4), "step": 1}, place)
@@ -51,11 +51,11 @@ def measure(case: RankCase, job: Job) -> Samples:
             found["save"] = _slowest_of(lambda: side.save(held, folder))
         _by_the_first(drop_caches if case.kind == "cold" else lambda: read_through(folder))
         for value in target.values():
-            _local(value).zero_()
+            local_part(value).zero_()
         before = _bytes_from_disk()
         found["load"] = _slowest_of(lambda: side.load(target, folder))
         read = torch.tensor(_bytes_from_disk() - before)
-        _check(case.contents, case.loaded, target)
+        check_held(case.contents, case.loaded, target)
         if case.kind == "cold":
             dist.all_reduce(read)
             found[DISK_READS] = read.item() / case.contents.nbytes
@@ -64,7 +64,7 @@ def measure(case: RankCase, job: Job) -> Samples:
     return interleave(sides, act, rounds=job.rounds, name_of=lambda side: side.name, say=job.say)
 
 
-def _held(contents: Tensors, layout: Layout, mesh: DeviceMesh) -> dict[str, Any]:
+def held_by_rank(contents: Tensors, layout: Layout, mesh: DeviceMesh) -> dict[str, Any]:
     """What this rank holds of the filled state."""
     state: dict[str, Any] = {}
     for number in range(contents.count):
@@ -90,14 +90,16 @@ def _part(contents: Tensors, layout: Layout, key: str) -> torch.Tensor:
     return whole if layout == "whole" else whole.chunk(RANKS, _DIMENSIONS[layout])[dist.get_rank()]
 
 
-def _local(value: Any) -> torch.Tensor:
+def local_part(value: Any) -> torch.Tensor:
+    """What this rank has of a value."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _check(contents: Tensors, layout: Layout, target: dict[str, Any]) -> None:
+def check_held(contents: Tensors, layout: Layout, target: dict[str, Any]) -> None:
+    """Raise AssertionError if this rank has other values than ``held_by_rank`` gives."""
     for key, value in target.items():
         wanted = _part(contents, layout, key).view(torch.int32)
-        assert torch.equal(_local(value).view(torch.int32), wanted), f"{key} was loaded wrong"
+        assert torch.equal(local_part(value).view(torch.int32), wanted), f"{key} was loaded wrong"
 
 
 def _slowest_of(work: Callable[[], object]) -> float:

@@ -14,12 +14,12 @@ from torch.distributed.checkpoint import state_dict_saver as stock_saver
 
 import holdfast
 
-__all__ = ["Side", "both_sides"]
+__all__ = ["ALONE", "Side", "both_sides"]
 
-# Older torch has no such argument, and saves alone where there is no process group.
-_ALONE: dict[str, Any] = (
+ALONE: dict[str, Any] = (
     {"no_dist": True} if "no_dist" in inspect.signature(stock_saver.save).parameters else {}
 )
+"""What tells stock torch to save alone. Older torch has no such argument, and does so without a group."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def both_sides(*, zstd: bool = False, together: bool = False) -> tuple[Side, Sid
         zstd: Each compresses by its own extension.
         together: The ranks of the process group save and load together; otherwise each process alone.
     """
-    alone = {} if together else _ALONE
+    alone = {} if together else ALONE
 
     def save_ours(state: dict[str, Any], folder: Path) -> object:
         extensions = [holdfast.extension.ZStandard()] if zstd else None

@@ -87,12 +87,12 @@ def _cells(row: Row) -> list[str]:
     if ratio and row.goal is not None:
         ratio += " of middles" if row.goal.typically else ""
         ratio += "" if row.goal.against == SIDES[1:] else f" of {_names(row.goal)}"
-    spreads = [_spread(row.spread[side], row.unit) for side in SIDES]
+    spreads = [_spread(row.spread[side], row.unit) if side in row.spread else "" for side in SIDES]
     return [row.quantity, *spreads, ratio, by_round, _goal(row.goal, row.unit, row.met)]
 
 
 def _spread(spread: Spread, unit: str) -> str:
-    digits = 0 if unit in {"MiB", "bytes"} else 3
+    digits = 0 if unit in {"MiB", "bytes", "requests"} else 3
     shown = [f"{value:,.{digits}f}" for value in (spread.min, spread.median, spread.max)]
     return f"{shown[0] if len(set(shown)) == 1 else ' / '.join(shown)} {'' if '/' in unit else unit}".strip()
 

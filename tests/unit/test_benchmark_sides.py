@@ -167,3 +167,16 @@ def test_a_case_of_several_processes_measures_both_sides(name: str, tmp_path: Pa
         samples = found["samples"]
         assert isinstance(samples, dict)
         assert all(len(of_sides[side]) == 1 for of_sides in samples.values() for side in SIDES)
+
+
+@pytest.mark.slow
+def test_requests_to_an_object_store_are_counted_and_nothing_is_left(tmp_path: Path) -> None:
+    found = run_case("object-store-slice", 0.01, 1, tmp_path)
+    samples, absent = found["samples"], found["absent"]
+    assert isinstance(samples, dict)
+    assert isinstance(absent, dict)
+    # Stock torch needs s3fs, which is not always there.
+    assert all(("torch" in of_sides) != ("torch" in absent) for of_sides in samples.values())
+    assert samples["requests"]["holdfast"][0] >= 2
+    assert samples["bytes received per byte needed"]["holdfast"][0] >= 1
+    assert list(tmp_path.iterdir()) == []

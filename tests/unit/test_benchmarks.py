@@ -134,6 +134,14 @@ def test_rows_stand_in_the_order_of_the_quantities() -> None:
     assert [found.quantity for found in rows_of(quantities, samples)] == ["b", "a"]
 
 
+def test_a_side_that_was_not_measured_has_an_empty_cell() -> None:
+    quantity = Quantity("requests", "requests", Goal(at_most=4))
+    case = CaseResult("x", "a title", [Row.of(quantity, {"holdfast": [5.0]})], absent={"torch": "no s3fs"})
+    shown = render(results_of(case))
+    assert "| `x`: a title | requests | 5 requests |  |  |  | at most 4 requests: **missed** |" in shown
+    assert "| torch | no s3fs |" in shown
+
+
 # The states
 
 
