@@ -463,3 +463,15 @@ def test_our_reader_serves_torch_behind_a_wrapper_once_it_is_told_so(tmp_path: P
     reader: Any = Logging(hf.FileSystemReader(tmp_path).for_torch())
     stock_load(state, storage_reader=reader)
     assert state["t"].tolist() == [1, 1]
+
+
+@pytest.mark.skipif(not IS_NEWEST, reason="older versions of torch have no such example")
+def test_transforms_of_torchs_classes_are_applied_and_undone(tmp_path: Path) -> None:
+    examples: Any = pytest.importorskip("torch.testing._internal.distributed.checkpoint_utils")
+    state = {"bytes": b"Some Bytes", "text": "Text", "tensor": torch.arange(100)}
+    hf.save(state, storage_writer=hf.FileSystemWriter(tmp_path, _extensions=[examples.Rot13Example()]))
+    loaded = {"bytes": b"", "text": "", "tensor": torch.zeros(100, dtype=torch.int64)}
+    registry = examples.get_test_extension_registry()
+    hf.load(loaded, storage_reader=hf.FileSystemReader(tmp_path, registry))
+    assert (loaded["bytes"], loaded["text"]) == (state["bytes"], state["text"])
+    assert torch.equal(torch.as_tensor(loaded["tensor"]), torch.arange(100))

@@ -13,14 +13,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from tests.support.s3_proxy import Call, DropBefore, Fault, S3Proxy, S3Request
-from tests.support.s3_server import BUCKET, S3Server
+from tests.support.s3_server import S3Server
 
 import holdfast
 from holdfast._io.bucket import BucketStore
 from holdfast._io.bucket_client import BucketAccess, S3Keys
 from holdfast._io.s3_uploads import S3Uploads
 from holdfast._storage.cleanup import files_to_replace
-from holdfast.errors import StorageError
 from holdfast.object_store import ObjectStoreReader, ObjectStoreWriter
 from holdfast.state_dict_saver import AsyncCheckpointerType
 
@@ -80,24 +79,6 @@ def leftovers(place: str, server: S3Server) -> list[str]:
     assert isinstance(keys, S3Keys)
     uploads = S3Uploads(access, keys).find(access.prefix)
     return sorted(names - committed) + [f"an upload of {upload.key}" for upload in uploads]
-
-
-def revive(server: S3Server) -> None:
-    """Start a killed server again, and wait until it knows its bucket, which takes longer than its port."""
-    server.start()
-    store = BucketStore(BucketAccess(f"s3://{BUCKET}/nothing", options={"endpoint": server.endpoint}))
-    deadline = time.monotonic() + 30
-    while not _can_be_listed(store):
-        assert time.monotonic() < deadline, "the server does not know its bucket any more"
-        time.sleep(0.05)  # it offers no signal
-
-
-def _can_be_listed(store: BucketStore) -> bool:
-    try:
-        store.list()
-    except StorageError:
-        return False
-    return True
 
 
 class AtRequest:

@@ -23,7 +23,6 @@ from tests.object_stores.kill_programs import (
     kill,
     leftovers,
     load,
-    revive,
     save,
     state_of,
 )
@@ -300,7 +299,7 @@ def mortal(own_server: S3Server, s3: S3Server, monkeypatch: pytest.MonkeyPatch) 
     for module in (bucket, bucket_errors):
         monkeypatch.setattr(module, "PAUSES", (0.1, 0.2))
     own_server.kill()
-    revive(own_server)
+    own_server.start()
     return own_server
 
 
@@ -322,7 +321,7 @@ def test_a_server_killed_at_any_request_of_a_save_leaves_the_old_checkpoint_or_t
         if killed.point is None:
             assert error is None
             break
-        revive(mortal)
+        mortal.start()
         now = load(place, **past)
         assert now in ({value} if error is None else {old, value}), f"{killed.point}: {error}"
         outcomes["returned" if error is None else "new" if now == value else "old"] += 1
@@ -346,7 +345,7 @@ def test_a_server_that_is_back_while_a_save_tries_again_fails_nothing(
     past = {"options": {"endpoint": mortal.endpoint}}
     save(place, 0.0, **past)
     for value, (number, moment) in zip(itertools.count(10.0, 10.0), cases(stride), strict=False):
-        start = threading.Thread(target=revive, args=(mortal,))
+        start = threading.Thread(target=mortal.start)
 
         def restart(_: int, start: threading.Thread = start) -> None:
             mortal.kill()
@@ -400,7 +399,7 @@ def test_a_server_killed_at_any_request_of_a_load_is_told_of_and_the_next_load_w
             assert isinstance(error, StorageError), killed.point
             assert place in str(error), killed.point
             assert "GET http" in str(error), f"{killed.point}: {error}"
-        revive(mortal)
+        mortal.start()
         assert load(place, **past) == 1.0, killed.point
     assert raised
 

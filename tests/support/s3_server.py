@@ -12,6 +12,9 @@ import time
 import urllib.request
 from pathlib import Path
 
+from holdfast._io.bucket_client import S3Keys
+from holdfast._io.s3_uploads import sign
+
 ACCESS_KEY, SECRET_KEY, REGION, BUCKET = "holdfast-tests", "not-a-secret-of-anybody", "us-east-1", "tests"
 _SECONDS_TO_START = 60.0
 
@@ -85,10 +88,17 @@ class S3Server:
         assert self._process is not None
         deadline = time.monotonic() + _SECONDS_TO_START
         while time.monotonic() < deadline and self._process.poll() is None:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.endpoint}/healthz", timeout=5):
+            # It knows its bucket later than it answers.
+            with contextlib.suppress(OSError), urllib.request.urlopen(self._signed_listing(), timeout=5):
                 return
             time.sleep(0.05)  # it offers no signal
         raise RuntimeError(f"SeaweedFS did not start:\n{(self.folder / 'log').read_text()[-4000:]}")
+
+    def _signed_listing(self) -> urllib.request.Request:
+        keys, host = S3Keys(ACCESS_KEY, SECRET_KEY), self.endpoint.removeprefix("http://")
+        query = "list-type=2&max-keys=1"
+        headers = sign(keys, REGION, "GET", host, f"/{BUCKET}", query, now=time.gmtime())
+        return urllib.request.Request(f"{self.endpoint}/{BUCKET}?{query}", headers=headers)
 
     def kill(self) -> None:
         """End the server at once, as kill -9 does."""

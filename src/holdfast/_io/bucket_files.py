@@ -30,8 +30,9 @@ PARTS_IN_FLIGHT = 10
 SPARE_BUFFERS = 2
 """Buffers of an upload besides those being sent: one is filled while another waits to be sent."""
 READ_NBYTES = 16 << 20
-"""The most bytes of one request: larger reads are several. Each takes so much memory."""
+"""The most bytes of one request: larger reads are several."""
 
+_PIECE_NBYTES = 1 << 20  # of an answer on its way to its place
 _SMALL, _WINDOW = 64 << 10, 256 << 10  # an object of a state is read in three small pieces
 _MOST_WINDOWS = 16
 _MOST_PARTS = 9_000  # S3 and GCS allow 10,000; a hint may be a little too small
@@ -157,12 +158,11 @@ class BucketReader(FileReader):
         self._windows: dict[int, _Window] = {}
 
     def read_into(self, offset: int, buffer: Buffer) -> None:
-        """Fill ``buffer``; see FileReader. Reads ``READ_NBYTES`` at once."""
+        """Fill ``buffer``; see FileReader. Asks for ``READ_NBYTES`` at once."""
         view = byte_view(buffer)
         self._check_range(offset, len(view))
         for at in range(0, len(view), READ_NBYTES):
-            part = view[at : at + READ_NBYTES]
-            part[:] = self._get(offset + at, len(part))
+            self._get_into(offset + at, view[at : at + READ_NBYTES])
 
     def read_blocks_into(
         self,
@@ -188,18 +188,23 @@ class BucketReader(FileReader):
         while at < stop:
             end = min(at + step, payload_nbytes, stop + -stop % block_size)
             recorded = crcs[at // block_size : -(-end // block_size)]
-            content = self._get_checked(payload_offset + at, end - at, recorded, block_size)
             first, last = max(at, start), min(end, stop)
-            view[first - start : last - start] = content[first - at : last - at]
+            part = view[first - start : last - start]
+            if len(part) == end - at:
+                self._get_checked(payload_offset + at, part, recorded, block_size)
+            else:
+                content = memoryview(bytearray(end - at))
+                self._get_checked(payload_offset + at, content, recorded, block_size)
+                part[:] = content[first - at : last - at]
             at = end
 
-    def _get_checked(self, offset: int, nbytes: int, crcs: Sequence[int], block_size: int) -> memoryview:
-        self._check_range(offset, nbytes)
+    def _get_checked(self, offset: int, target: memoryview, crcs: Sequence[int], block_size: int) -> None:
+        self._check_range(offset, len(target))
         for is_last in (False, True):
-            content = (self._request if is_last else self._get)(offset, nbytes)
+            (self._request_into if is_last else self._get_into)(offset, target)
             checker = BlockChecker(crcs, block_size, path=self.path, offset=offset)
             try:
-                checker.update(content)
+                checker.update(target)
                 checker.finish()
             except ChecksumError as error:
                 if is_last:
@@ -207,45 +212,56 @@ class BucketReader(FileReader):
                 logger.warning("%s Reading them again.", error)
             else:
                 break
-        return content
 
-    def _get(self, offset: int, nbytes: int) -> memoryview:
+    def _get_into(self, offset: int, target: memoryview) -> None:
         number, at = divmod(offset, _WINDOW)
-        if nbytes > _SMALL or at + nbytes > _WINDOW:
-            return self._request(offset, nbytes)
+        if len(target) > _SMALL or at + len(target) > _WINDOW:
+            self._request_into(offset, target)
+            return
         with self._lock:
             window = self._windows.setdefault(number, _Window())
             if len(self._windows) > _MOST_WINDOWS:
                 del self._windows[next(iter(self._windows))]
         with window.lock:
             if window.content is None:
-                window.content = self._request(offset - at, min(_WINDOW, self.nbytes - offset + at))
-        return window.content[at : at + nbytes]
+                content = memoryview(bytearray(min(_WINDOW, self.nbytes - offset + at)))
+                self._request_into(offset - at, content)
+                window.content = content
+        target[:] = window.content[at : at + len(target)]
 
-    def _request(self, offset: int, nbytes: int) -> memoryview:
-        if not nbytes:
-            return memoryview(b"")
-        options: GetOptions = {"range": (offset, offset + nbytes)}
-        if self._e_tag is not None:
-            options["if_match"] = self._e_tag
+    def _request_into(self, offset: int, target: memoryview) -> None:
+        """Fill ``target`` as the bytes come: a whole answer is never in memory."""
+        if not target:
+            return
         try:
-            content = memoryview(
-                persist(self.path, lambda: obstore.get(self._client, self._name, options=options).bytes())
-            )
+            found = persist(self.path, lambda: self._receive(offset, target))
         except StorageError as error:
             if not isinstance(error.__cause__, PreconditionError):
                 raise
             raise StorageError(
                 f"{self.path}: was replaced by another object while it was read. Load again.", path=self.path
             ) from error
-        if len(content) != nbytes:
+        if found != len(target):
             raise StorageError(
-                f"{self.path}: the store sent {len(content)} bytes instead of the {nbytes} at {offset}.",
+                f"{self.path}: the store sent {found} bytes instead of the {len(target)} at {offset}.",
                 path=self.path,
-                expected=nbytes,
-                found=len(content),
+                expected=len(target),
+                found=found,
             )
-        return content
+
+    def _receive(self, offset: int, target: memoryview) -> int:
+        """Ask for the bytes once, and return how many came."""
+        options: GetOptions = {"range": (offset, offset + len(target))}
+        if self._e_tag is not None:
+            options["if_match"] = self._e_tag
+        found = 0
+        answer = obstore.get(self._client, self._name, options=options)
+        for piece in answer.stream(min_chunk_size=_PIECE_NBYTES):
+            end = found + len(piece)
+            if end <= len(target):
+                target[found:end] = memoryview(piece)
+            found = end
+        return found
 
     def close(self) -> None:
         """Nothing: each request stands for itself."""

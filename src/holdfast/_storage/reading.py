@@ -1,5 +1,6 @@
 """Owns reading a checkpoint from a ByteStore: its metadata, and all that a plan asks for."""
 
+import contextlib
 import sys
 from collections.abc import Callable
 
@@ -19,7 +20,12 @@ from holdfast._storage.own_parts import join_parts
 from holdfast._storage.read_requests import FileRequest, chunk_of, sort_by_file
 from holdfast._storage.small_reads import SmallTensors, is_small, small_tensor_jobs
 from holdfast._storage.tensor_reader import tensor_jobs
-from holdfast.errors import CheckpointNotFoundError, IncompleteCheckpointError, TruncatedFileError
+from holdfast.errors import (
+    AccessDeniedError,
+    CheckpointNotFoundError,
+    IncompleteCheckpointError,
+    TruncatedFileError,
+)
 from holdfast.extension import ExtensionRegistry
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -139,7 +145,10 @@ def read_items(
 
 def _check_sizes(store: FileSource, requests: dict[str, FileRequest]) -> None:
     """Raise unless every file is there, and as long as what is needed of it."""
-    sizes = store.list() if store.traits.lists_sizes and store.can_list else {}
+    sizes: dict[str, int] = {}
+    if store.traits.lists_sizes:
+        with contextlib.suppress(AccessDeniedError):  # then each file is asked for
+            sizes = store.list()
     for name, request in requests.items():
         (key, end), path = request.last, f"{store.url}/{name}"
         size = sizes.get(name)

@@ -173,7 +173,7 @@ class ModelCommit:
 
 def names_there(store: ByteStore, layout: ModelLayout) -> set[str]:
     """The files of a folder; of a store that cannot list them those that matter for a model."""
-    if store.traits.can_list:
+    if store.can_list:
         return store.names()
     asked = [INDEX, LONE, CHECKSUMS, *(file.name for file in layout.files)]
     return {name for name in asked if store.exists(name)}
@@ -206,7 +206,7 @@ def discard_model(store: ByteStore, save_id: str, made: Iterable[str] = ()) -> b
         Whether nothing of the save is left.
     """
     try:
-        names = store.names() if store.traits.can_list else {INDEX} if store.exists(INDEX) else set()
+        names = store.names() if store.can_list else {INDEX} if store.exists(INDEX) else set()
         mine = {name for name in names if save_in_name(name) == save_id[:SAVE_DIGITS]} | set(made)
         used = files_of_index(store, names)
     except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
