@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from tests.support.s3_proxy import Call, DropBefore, Fault, S3Proxy, S3Request
+from tests.support.s3_faults import Call, DropBefore, Fault, S3Request
+from tests.support.s3_proxy import S3Proxy
 from tests.support.s3_server import S3Server
 
 import holdfast

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from tests.object_stores.states import load, save, state_of, store_of
-from tests.support.s3_proxy import Answer, S3Proxy
+from tests.support.s3_faults import Answer
+from tests.support.s3_proxy import S3Proxy
 from tests.support.s3_server import S3Server
 
 import holdfast

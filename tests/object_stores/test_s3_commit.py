@@ -4,17 +4,17 @@ from typing import Any
 
 import pytest
 from tests.object_stores.states import ONCE, load, rival_for, save, store_of
-from tests.support.s3_proxy import (
+from tests.support.s3_faults import (
     Answer,
     ApplyThenAnswer,
     ApplyThenDrop,
     DropBefore,
     DropMidRequest,
     Fault,
-    S3Proxy,
     S3Request,
     Stall,
 )
+from tests.support.s3_proxy import S3Proxy
 from tests.support.s3_server import S3Server
 
 from holdfast.errors import AccessDeniedError, CheckpointExistsError, StorageError

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from tests.object_stores.states import ONCE, load, save, store_of
 from tests.support.ranks import run_ranks
-from tests.support.s3_proxy import (
+from tests.support.s3_faults import (
     Answer,
     ApplyThenAnswer,
     ApplyThenDrop,
@@ -18,11 +18,11 @@ from tests.support.s3_proxy import (
     Fault,
     FlipAnswer,
     FlipRequest,
-    S3Proxy,
     S3Request,
     Stall,
     Trickle,
 )
+from tests.support.s3_proxy import S3Proxy
 from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor

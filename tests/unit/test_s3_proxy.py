@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
-from tests.support.s3_proxy import (
+from tests.support.s3_faults import (
     Answer,
     ApplyThenAnswer,
     ApplyThenDrop,
@@ -24,11 +24,11 @@ from tests.support.s3_proxy import (
     Fault,
     FlipAnswer,
     FlipRequest,
-    S3Proxy,
     S3Request,
     Stall,
     Trickle,
 )
+from tests.support.s3_proxy import S3Proxy
 
 WAIT = 20.0  # a deadline for tests that hang; nothing waits for it when things work
 DATA = bytes(range(256)) * 8
