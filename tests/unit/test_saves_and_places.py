@@ -71,8 +71,8 @@ def test_a_failure_after_the_commit_removes_no_file_of_any_rank(
         own = {f"rank {rank.rank}": torch.full((3,), value)}
         rank.save({**state(value), **own}, checkpoint_id=tmp_path)
 
-    def failing(self: LocalStore, name: str, *pieces: Any, durable: bool = True) -> None:
-        replace(self, name, *pieces, durable=durable)
+    def failing(self: LocalStore, name: str, *pieces: Any, **options: Any) -> None:
+        replace(self, name, *pieces, **options)
         if name == ".metadata":
             raise OSError(5, "the folder could not be flushed")
 

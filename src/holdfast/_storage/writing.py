@@ -180,6 +180,8 @@ class _Work:
         try:
             yield
         except StorageError as error:
+            if error.key is not None:
+                raise
             raise type(error)(f"{error} ({self._described(numbers)})", path=error.path) from error
         except OSError as error:
             if error.errno is None:
