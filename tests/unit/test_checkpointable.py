@@ -198,3 +198,14 @@ class TooShort(Columns):
 def test_one_that_contradicts_itself_is_refused(kind: type[Columns], reason: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=reason):
         holdfast.save({"w": kind(WHOLE, 0)}, checkpoint_id=tmp_path)
+
+
+def test_a_value_may_name_its_items_by_a_key_of_its_own(tmp_path: Path) -> None:
+    class Named(Columns):
+        def __create_write_items__(self, fqn: str, value: Any) -> list[Any]:
+            return super().__create_write_items__("weight", value)
+
+    holdfast.save({"weight": Named(WHOLE, 0, 2)}, checkpoint_id=tmp_path)
+    loaded = Named(torch.zeros_like(WHOLE), 0, 1, 4)
+    holdfast.load({"weight": loaded}, checkpoint_id=tmp_path)
+    assert torch.equal(loaded.together(), WHOLE)

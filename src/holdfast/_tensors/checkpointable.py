@@ -73,7 +73,9 @@ def whole_shape(value: Any) -> torch.Size:
     Raises:
         PlanError: It holds nothing on this rank, and has no method ``size``.
     """
-    for item in items_to_write("", value):
+    # Under any key: some values name the items by a key that they were given before.
+    items: list[WriteItem] = to_ours(list(value.__create_write_items__("", value)))
+    for item in items:
         if item.tensor_data is not None:
             return torch.Size(item.tensor_data.size)
     if not hasattr(value, "size"):
