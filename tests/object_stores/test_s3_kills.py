@@ -39,6 +39,9 @@ from holdfast.errors import StorageError
 from holdfast.object_store import ObjectStoreWriter
 from holdfast.state_dict_saver import AsyncCheckpointerType
 
+# Most of the time one process waits for another.
+pytestmark = pytest.mark.one_core
+
 SECONDS_TO_RAISE = 20.0
 FEW_RETRIES = {
     "max_retries": 2,
@@ -338,7 +341,7 @@ def test_a_server_killed_at_any_request_of_a_save_leaves_the_old_checkpoint_or_t
 
 
 @pytest.mark.slow
-@sweep(stride=29)
+@sweep(stride=61)
 def test_a_server_that_is_back_while_a_save_tries_again_fails_nothing(
     mortal: S3Server, place: str, stride: int
 ) -> None:
