@@ -38,16 +38,22 @@ class _ColdStore(LocalStore):
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="macOS has no posix_fadvise")
+@pytest.mark.slow
+@pytest.mark.one_core
 class TestLocalStoreWithColdFiles(StoreContract):
     def make_store(self, tmp_path: Path) -> ByteStore:
         return _ColdStore(tmp_path / "checkpoint")
 
 
+@pytest.mark.slow
+@pytest.mark.one_core
 class TestLocalStoreThroughThePageCache(StoreContract):
     def make_store(self, tmp_path: Path) -> ByteStore:
         return LocalStore(tmp_path / "checkpoint", page_cache="keep")
 
 
+@pytest.mark.slow
+@pytest.mark.one_core
 class TestLocalStoreNotDurable(StoreContract):
     durable = False
 
@@ -56,6 +62,8 @@ class TestLocalStoreNotDurable(StoreContract):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /dev/shm")
+@pytest.mark.slow
+@pytest.mark.one_core
 class TestLocalStoreInMemory(StoreContract):
     """tmpfs cannot say what is cached, and refuses O_DIRECT on older kernels."""
 
@@ -81,6 +89,8 @@ class TestStreamsInMemory(StoreContract):
         return StreamStore(ListedMemoryFileSystem(), f"mem:/{tmp_path}")
 
 
+@pytest.mark.slow
+@pytest.mark.one_core
 class TestStreamsOnDisk(StoreContract):
     def make_store(self, tmp_path: Path) -> ByteStore:
         return StreamStore(DiskFileSystem(), tmp_path / "checkpoint")
@@ -112,9 +122,13 @@ class TestFsspecWithRename(StoreContract):
         return store
 
 
+@pytest.mark.slow
+@pytest.mark.one_core
 class TestFsspecWhoseRenameRefusesToReplace(TestFsspecWithRename):
     kind = RefusingFileSystem
 
 
+@pytest.mark.slow
+@pytest.mark.one_core
 class TestFsspecWhoseRenameDoesNothingInSilence(TestFsspecWithRename):
     kind = SilentFileSystem

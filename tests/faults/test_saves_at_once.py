@@ -65,6 +65,9 @@ PROGRAM = """
         say("saved")
 """
 
+# Each test starts a process that imports torch.
+pytestmark = [pytest.mark.slow, pytest.mark.one_core]
+
 
 class _Save:
     """A save in a process of its own, which waits before its commit."""

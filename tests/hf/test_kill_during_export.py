@@ -41,6 +41,8 @@ class Kill(NamedTuple):
     stale: list[str]
 
 
+@pytest.mark.slow
+@pytest.mark.one_core
 def test_a_kill_at_some_calls_leaves_the_old_model_or_the_new(tmp_path: Path) -> None:
     kills = _run_kills(tmp_path, "the same shards", stride=40)
     assert {kill.ours for kill in kills} == {kill.theirs for kill in kills} == {"old", "new"}

@@ -80,6 +80,8 @@ def test_every_name_is_there(module: str) -> None:
     assert getattr(holdfast, module) is ours
 
 
+@pytest.mark.slow
+@pytest.mark.one_core
 def test_no_module_needs_torchs_package_or_safetensors() -> None:
     program = f"""
 import importlib, sys
