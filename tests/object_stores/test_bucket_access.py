@@ -9,8 +9,8 @@ import pytest
 
 import holdfast
 from holdfast._format.names import data_file_name, parse_data_file
-from holdfast._io.bucket_client import BucketAccess, S3Keys
-from holdfast._io.places import open_place
+from holdfast._io.bucket_client import CLASSES, BucketAccess, S3Keys
+from holdfast._io.places import STORES, open_bucket, open_place
 from holdfast._io.s3_uploads import sign
 from holdfast.errors import UsageError
 
@@ -121,3 +121,7 @@ def test_spread_names_begin_differently_and_tell_the_same() -> None:
     assert {parse_data_file(name) for name in names} == {
         parse_data_file(data_file_name(rank, 0, "0123456789abcdef")) for rank in range(64)
     }
+
+
+def test_every_scheme_of_a_bucket_is_a_place() -> None:
+    assert {scheme for scheme, opens in STORES.items() if opens is open_bucket} == set(CLASSES)

@@ -23,7 +23,7 @@ CLASSES = {
     **dict.fromkeys(("gs", "gcs"), "GCSStore"),
     **dict.fromkeys(("az", "azure", "adl", "abfs", "abfss"), "AzureStore"),
 }
-"""Which of obstore's classes serves which URLs."""
+"""Which of obstore's classes serves which URLs. ``places.STORES`` has the same schemes, without obstore."""
 
 # The total time of a request must be enough for a part of 8 MiB on a slow link that ten of them share.
 _CLIENT = {"timeout": "15min", "read_timeout": "2min", "connect_timeout": "10s"}

@@ -15,11 +15,11 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 PAUSES = (0.2, 0.5, 1.0, 2.0, 4.0)
-"""The seconds to wait, about, before a request is made again. obstore has tried it several times before."""
+"""The seconds to wait, about, before a request is made again."""
 _HINTS = {
     "/latest/api/token": "No credentials are in the environment or in ~/.aws, and this machine has none.",
     "/latest/meta-data": "No credentials are in the environment or in ~/.aws, and this machine has none.",
-    "301": "The bucket is in another region: set AWS_REGION.",
+    "status code: 301": "The bucket is in another region: set AWS_REGION.",
     "PermanentRedirect": "The bucket is in another region: set AWS_REGION.",
     "NotImplemented": (
         'If the store knows no SHA-256 checksums, pass options={"checksum_algorithm": None}; if it has no '
@@ -57,7 +57,7 @@ def translated(path: str) -> Iterator[None]:
         if isinstance(error, PermissionDeniedError | UnauthenticatedError) or _REFUSED in str(error):
             raise AccessDeniedError(
                 f"{path}: the store refuses access. The credentials are wrong, or do not allow this, or (if "
-                f"they do not allow to list) there is no such object. {reason_of(error)}",
+                f"they do not allow to list) there is no such object. {reason_of(error)} {_hint(error)}".rstrip(),
                 path=path,
             ) from error
         if "NoSuchBucket" in str(error):
