@@ -55,11 +55,11 @@ def translated(path: str) -> Iterator[None]:
         raise CheckpointNotFoundError(f"{path}: there is no such object.", path=path) from error
     except (BaseError, OSError, ValueError) as error:
         if isinstance(error, PermissionDeniedError | UnauthenticatedError) or _REFUSED in str(error):
-            raise AccessDeniedError(
+            text = (
                 f"{path}: the store refuses access. The credentials are wrong, or do not allow this, or (if "
-                f"they do not allow to list) there is no such object. {reason_of(error)} {_hint(error)}".rstrip(),
-                path=path,
-            ) from error
+                f"they do not allow to list) there is no such object. {reason_of(error)} {_hint(error)}"
+            )
+            raise AccessDeniedError(text.rstrip(), path=path) from error
         if "NoSuchBucket" in str(error):
             raise _no_bucket(path) from error
         raise StorageError(f"{path}: {reason_of(error)} {_hint(error)}".rstrip(), path=path) from error
