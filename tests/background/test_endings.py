@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,14 +28,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-def only(outcomes: list[Outcome]) -> Outcome:
-    (outcome,) = outcomes
+def end_of(processes: RankProcesses, program: Callable[..., object], *args: object) -> Outcome:
+    """How a process ends that runs the program, with the interpreter taken down as for any program."""
+    (outcome,) = processes.run(program, 1, *args, finalize=True)
     return outcome
 
 
 @pytest.mark.parametrize("status", [0, 3])
 def test_the_end_of_a_program_waits_for_its_save(processes: RankProcesses, folder: Path, status: int) -> None:
-    outcome = only(processes.run(programs.leave_during_a_save, 1, str(folder), status))
+    outcome = end_of(processes, programs.leave_during_a_save, str(folder), status)
     assert os.waitstatus_to_exitcode(outcome.status) == status
     assert outcome.stderr == ""
     assert loaded(folder) == 2.0
@@ -44,10 +46,10 @@ def test_the_end_of_a_program_waits_for_its_save(processes: RankProcesses, folde
     "program", [programs.leave_an_unseen_failure, programs.leave_a_failure_of_the_last_moment]
 )
 def test_a_failure_that_nobody_saw_is_printed_at_the_end_with_an_exit_status(
-    processes: RankProcesses, folder: Path, program: object
+    processes: RankProcesses, folder: Path, program: Callable[..., object]
 ) -> None:
     before = sorted(os.listdir(folder))
-    outcome = only(processes.run(program, 1, str(folder)))  # type: ignore[arg-type]
+    outcome = end_of(processes, program, str(folder))
     assert outcome.kind == "returned"
     assert os.waitstatus_to_exitcode(outcome.status) == 120
     assert "nobody looked at its future" in outcome.stderr
@@ -62,7 +64,7 @@ def test_a_failure_that_nobody_saw_is_printed_at_the_end_with_an_exit_status(
 def test_a_failure_that_was_seen_is_not_logged_too_and_the_program_ends_well(
     processes: RankProcesses, folder: Path
 ) -> None:
-    outcome = only(processes.run(programs.leave_a_seen_failure, 1, str(folder)))
+    outcome = end_of(processes, programs.leave_a_seen_failure, str(folder))
     assert outcome.status == 0
     assert outcome.stderr == ""
 
@@ -71,7 +73,7 @@ def test_a_failure_that_was_seen_is_not_logged_too_and_the_program_ends_well(
 def test_a_program_killed_during_a_save_leaves_the_old_checkpoint(
     processes: RankProcesses, folder: Path, number: signal.Signals
 ) -> None:
-    outcome = only(processes.run(programs.be_killed_during_a_save, 1, str(folder), int(number)))
+    outcome = end_of(processes, programs.be_killed_during_a_save, str(folder), int(number))
     assert os.waitstatus_to_exitcode(outcome.status) == -number
     assert loaded(folder) == 1.0
     holdfast.save(state(3), checkpoint_id=folder)
@@ -79,7 +81,7 @@ def test_a_program_killed_during_a_save_leaves_the_old_checkpoint(
 
 
 def test_a_save_is_finished_in_the_grace_period_after_sigterm(processes: RankProcesses, folder: Path) -> None:
-    outcome = only(processes.run(programs.finish_in_the_grace_period, 1, str(folder)))
+    outcome = end_of(processes, programs.finish_in_the_grace_period, str(folder))
     assert os.waitstatus_to_exitcode(outcome.status) == -signal.SIGTERM
     assert loaded(folder) == 2.0
 
@@ -88,25 +90,25 @@ def test_a_save_that_takes_longer_than_the_grace_period_is_given_up_without_a_tr
     processes: RankProcesses, folder: Path
 ) -> None:
     before = sorted(os.listdir(folder))
-    outcome = only(processes.run(programs.give_up_after_the_grace_period, 1, str(folder)))
+    outcome = end_of(processes, programs.give_up_after_the_grace_period, str(folder))
     assert os.waitstatus_to_exitcode(outcome.status) == -signal.SIGTERM
     assert loaded(folder) == 1.0
     assert sorted(os.listdir(folder)) == before
 
 
 def test_a_handler_of_the_programs_own_is_left_alone(processes: RankProcesses, folder: Path) -> None:
-    outcome = only(processes.run(programs.keep_their_handler, 1, str(folder)))
+    outcome = end_of(processes, programs.keep_their_handler, str(folder))
     assert (outcome.kind, outcome.value, outcome.status) == ("returned", True, 0)
 
 
 def test_a_full_disk_is_told_by_the_future_and_the_old_checkpoint_stays(
     processes: RankProcesses, folder: Path
 ) -> None:
-    outcome = only(processes.run(programs.fill_the_disk, 1, str(folder)))
+    outcome = end_of(processes, programs.fill_the_disk, str(folder))
     assert (outcome.kind, outcome.value) == ("returned", (errno.EFBIG, 1.0)), outcome.value
 
 
 def test_fifty_saves_take_no_more_memory_than_two(processes: RankProcesses, folder: Path) -> None:
-    outcome = only(processes.run(programs.save_fifty_times, 1, str(folder)))
+    outcome = end_of(processes, programs.save_fifty_times, str(folder))
     assert outcome.kind == "returned", outcome.value
     assert max(outcome.value[2:]) <= 1.05 * outcome.value[1]

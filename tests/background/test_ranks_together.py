@@ -88,7 +88,7 @@ def test_a_rank_that_is_killed_is_named_by_the_futures_of_the_others(
 def test_a_save_is_finished_although_the_group_is_destroyed_and_the_programs_end(
     processes: RankProcesses, tmp_path: Path
 ) -> None:
-    outcomes = processes.run(programs.leave_at_once, 2, str(tmp_path / "c"), destroy=True)
+    outcomes = processes.run(programs.leave_at_once, 2, str(tmp_path / "c"), destroy=True, finalize=True)
     assert [(outcome.status, outcome.stderr) for outcome in outcomes] == [(0, "")] * 2
     assert programs.loaded(tmp_path / "c") == 2.0
 
@@ -96,7 +96,7 @@ def test_a_save_is_finished_although_the_group_is_destroyed_and_the_programs_end
 def test_every_rank_ends_with_a_status_if_nobody_saw_a_failure(
     processes: RankProcesses, tmp_path: Path
 ) -> None:
-    outcomes = processes.run(programs.leave_a_failure_of_one_rank, 2, str(tmp_path / "c"))
+    outcomes = processes.run(programs.leave_a_failure_of_one_rank, 2, str(tmp_path / "c"), finalize=True)
     assert [os.waitstatus_to_exitcode(outcome.status) for outcome in outcomes] == [120, 120]
     for outcome in outcomes:
         assert "rank 1: OSError: [Errno 5] on purpose" in outcome.stderr

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[2]
 
 _FORK_SERVER = """
-import importlib, json, os, pickle, sys, traceback
+import atexit, importlib, json, os, pickle, sys, threading, traceback
 import torch, torch.distributed as dist
 import holdfast
 from holdfast import default_planner, filesystem, state_dict_loader, state_dict_saver
@@ -48,16 +48,32 @@ def run(task):
     for rank in range(task["world"]):
         pid = os.fork()
         if pid == 0:
-            be_a_rank(rank, module, task)
-            return True
+            if task["finalize"]:
+                be_a_rank(rank, module, task)
+                sys.exit()
+            end_early_after(be_a_rank, rank, module, task)
         pids.append(pid)
     print(json.dumps(pids), flush=True)
     print(json.dumps([os.waitpid(pid, 0)[1] for pid in pids]), flush=True)
-    return False
+
+def end_early_after(function, *args):
+    # All that a program does at its end but taking the interpreter down, which takes a second in each rank.
+    status = 1
+    try:
+        function(*args)
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 for line in sys.stdin:
-    if run(json.loads(line)):
-        break
+    run(json.loads(line))
 """
 
 
@@ -105,11 +121,13 @@ class RankProcesses:
         *args: Any,
         timeout: float = 120,
         destroy: bool = False,
+        finalize: bool = False,
     ) -> list[Outcome]:
         """Call ``function(*args)`` on each rank of a new gloo group; how each ended, in rank order.
 
         The function must be defined at the top of its module. Ranks that have not ended after ``timeout``
-        seconds are killed. With ``destroy`` each rank destroys its process group before it ends.
+        seconds are killed. With ``destroy`` each rank destroys its process group before it ends. With
+        ``finalize`` Python takes each interpreter down as it does for any program, which takes longer.
         """
         with tempfile.TemporaryDirectory() as folder:
             task = {
@@ -118,6 +136,7 @@ class RankProcesses:
                 "world": world_size,
                 "folder": folder,
                 "destroy": destroy,
+                "finalize": finalize,
                 "args": pickle.dumps(args).hex(),
             }
             assert self._process.stdin is not None
