@@ -2,14 +2,14 @@
 #   make demo    the main job, shown        make test   everything that must pass
 #   make quick   lint and the quick tests   make soak   every case of the sweeps that make test takes samples of
 #   make lint    style, types, imports      make bench  side by side with torch
-#   make clean   remove what the others made
+#   make clean   remove what the others made   make docs   the documentation as a site
 #   make matrix  the quick tests on several Pythons and torches (docs/support.md)
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: demo test quick soak lint bench matrix setup clean
+.PHONY: demo test quick soak lint bench matrix docs setup clean
 
 setup: $(STAMP)
 
@@ -40,8 +40,14 @@ soak: $(STAMP)
 bench: $(STAMP)
 	@$(BIN)/python -m benchmarks
 
+# -W: a link that leads nowhere, or a page that the index does not name, is an error.
+docs: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@$(BIN)/python -m sphinx -b html -n -W --keep-going -q docs site
+	@echo 'The documentation is in site/README.html.'
+
 matrix:
 	@sh scripts/matrix.sh
 
 clean:
-	rm -rf $(VENV) .matrix demo-output bench-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .matrix demo-output bench-output site .mypy_cache .ruff_cache .pytest_cache .hypothesis

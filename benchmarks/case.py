@@ -10,7 +10,7 @@ __all__ = ["SIDES", "Case", "Goal", "Job", "Quantity", "Samples", "SkippedError"
 SIDES = ("holdfast", "torch")
 """The sides that every case has: the order in which they take turns, and the order of columns."""
 
-Unit = Literal["s", "MiB", "bytes", "bytes/byte", "pages/page", "s/GiB", "requests"]
+Unit = Literal["s", "MiB", "bytes", "bytes/byte", "pages/page", "s/GiB", "s/s", "requests"]
 
 Samples = dict[str, dict[str, list[float]]]
 """By quantity, then by side: one number for each round, in the order of the rounds."""

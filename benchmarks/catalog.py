@@ -10,6 +10,7 @@ from benchmarks.object_store import object_store_cases
 from benchmarks.one_slice import slice_cases
 from benchmarks.planning import planning_cases
 from benchmarks.ranks import rank_cases
+from benchmarks.recording import recording_cases
 from benchmarks.restarts import restart_cases
 from benchmarks.small import small_cases
 from benchmarks.staging import staging_cases
@@ -32,5 +33,6 @@ def all_cases(scale: float) -> list[Case]:
         staging_cases,
         async_save_cases,
         object_store_cases,
+        recording_cases,
     )
     return [case for group in groups for case in group(scale)]

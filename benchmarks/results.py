@@ -11,7 +11,7 @@ from benchmarks.machine import Machine
 
 __all__ = ["CaseResult", "Results", "Row", "Spread", "read_results", "rows_of", "write_results"]
 
-_WITHOUT_RATIO = {"MiB", "pages/page"}
+_WITHOUT_RATIO = {"MiB", "pages/page", "s/s"}
 
 
 @dataclass(frozen=True)

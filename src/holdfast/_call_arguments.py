@@ -51,7 +51,7 @@ _SPELLINGS = {
     "storage_reader": "reader storage",
     "process_group": "group pg",
     "peer_timeout": "timeout",
-    "on_progress": "progress callback",
+    "progress": "on_progress callback",
 }
 """By the name of an argument: what people call it."""
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from holdfast._io.progress import ProgressTracker
+from holdfast._transfer_recorder import TransferRecorder
 
 
 def _every_value(key: str) -> bool:  # noqa: ARG001 - nothing is known of any
@@ -32,6 +33,8 @@ class SaveContext:
         use_collectives: False if each rank writes a checkpoint of its own part.
         progress: Told of the bytes that were written. Telling it raises if the save is cancelled.
         confirm_commit: Called directly before the commit; raises if another rank has given this save up.
+        recorder: Measures the save; on the coordinator it knows at the commit what all ranks have done. None
+            if nobody measures it, as where torch calls a storage of ours.
     """
 
     rank: int = 0
@@ -40,6 +43,7 @@ class SaveContext:
     use_collectives: bool = True
     progress: ProgressTracker = field(default_factory=ProgressTracker)
     confirm_commit: Callable[[], None] = _nobody_objects
+    recorder: TransferRecorder | None = None
 
     def __reduce__(self) -> tuple[type["SaveContext"], tuple[int, int, bool, bool]]:
         return SaveContext, (self.rank, self.world_size, self.is_coordinator, self.use_collectives)

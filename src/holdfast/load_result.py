@@ -1,7 +1,9 @@
 """What a load did: which keys it filled, which it left alone, and what else the checkpoint has."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from holdfast._transfer_record import TransferRecord
 
 __all__ = ["LoadResult"]
 
@@ -23,11 +25,13 @@ class LoadResult:
             planner does not say what the state holds.
         not_asked_for: The keys of the checkpoint that were not read because the state does not have them.
             Values that other ranks keep in the same ``PerRank`` are not among them.
+        record: What the load did, by phase and rank: seconds, bytes, waits, the slowest rank.
     """
 
     loaded: tuple[str, ...] = ()
     left_alone: tuple[str, ...] = ()
     not_asked_for: tuple[str, ...] = ()
+    record: TransferRecord | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         return (

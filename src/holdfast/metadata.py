@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from holdfast._transfer_record import TransferRecord
 from holdfast.stateful import StatefulT
 
 __all__ = [
@@ -129,9 +130,18 @@ class StorageMeta:
     modules: list[str] = field(default_factory=list)
 
 
+class RecordedSave:
+    """What has the record of a save. It is no dataclass, so that ``record`` is no field of Metadata."""
+
+    record: TransferRecord | None = None
+
+
 @dataclass
-class Metadata:
+class Metadata(RecordedSave):
     """Everything that is known of a checkpoint without reading its data.
+
+    Besides torch's fields it has the attribute ``record``: what the save did, by phase and rank, or None if
+    that is not known. Of a checkpoint that was read, it is what was known directly before the commit.
 
     Attributes:
         state_dict_metadata: What each flat key holds.

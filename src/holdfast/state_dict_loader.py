@@ -2,25 +2,29 @@
 
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from typing_extensions import deprecated
 
+from holdfast._background.running_save import exclusive_keys
 from holdfast._background.running_saves import running_saves
 from holdfast._call_arguments import checked_call
 from holdfast._engine.adapt import adapt_load_planner, adapt_reader
 from holdfast._engine.load import run_load
 from holdfast._engine.load_into import load_into
 from holdfast._io.page_cache import PageCache
-from holdfast._io.progress import Progress, ProgressTracker
 from holdfast._ranks.group_exchange import DEFAULT_PEER_TIMEOUT, open_exchange
 from holdfast._storage_choice import choose_reader
+from holdfast._transfer_recorder import TransferRecorder
 from holdfast.default_planner import DefaultLoadPlanner, EmptyStateDictLoadPlanner
 from holdfast.errors import UsageError
 from holdfast.load_result import LoadResult
 from holdfast.planner import LoadPlanner
+from holdfast.progress_display import ProgressOption, tracking
+from holdfast.records import publish
 from holdfast.stateful import Stateful
 from holdfast.storage import StorageReader
 
@@ -44,7 +48,7 @@ def load(
     allow_pickle: bool = False,
     safe_globals: Iterable[Callable[..., Any] | type] = (),
     peer_timeout: float = DEFAULT_PEER_TIMEOUT,
-    on_progress: Callable[[Progress], object] | None = None,
+    progress: ProgressOption = None,
     page_cache: PageCache | None = None,
 ) -> LoadResult:
     """Load a checkpoint into a state, in place: on every rank of the group, each its own part.
@@ -89,14 +93,16 @@ def load(
         safe_globals: Classes and functions that objects of the checkpoint may use.
         peer_timeout: After how many seconds without a sign of life a rank is taken for dead, and all
             others raise. Slow storage is not silence: a rank that reads for hours is waited for.
-        on_progress: Called with a ``Progress`` (bytes done, bytes in all, bytes a second) every few MiB that
-            this rank has read, one call at a time, from the threads that read. An exception from it stops the
-            load and is raised.
+        progress: True shows how far rank 0 is: as a bar in a terminal, as log lines elsewhere. A function is
+            called with a ``Progress`` (bytes done, bytes in all, bytes a second) every few MiB that this rank
+            has read, one call at a time, from the threads that read. An exception from it stops the load and
+            is raised.
         page_cache: What the load leaves in the memory of the machine: "auto" (the default), "keep" or
             "bypass"; see ``FileSystemReader``. If you pass a storage_reader, give this option to it.
 
     Returns:
-        Which keys were loaded on this rank, which were left alone, and which others the checkpoint has.
+        Which keys were loaded on this rank, which were left alone, and which others the checkpoint has. Its
+        ``record`` says what the load did, by phase and rank.
 
     Raises:
         UsageError: The arguments do not go together, the state is no dict, there is nothing to fill on any
@@ -119,17 +125,24 @@ def load(
         "allow_pickle": allow_pickle,
         "safe_globals": tuple(safe_globals),
     }
+    place, _ = exclusive_keys(checkpoint_id, storage_reader, planner)
+    recorder = TransferRecorder("load", place)
+    recorder.clock.begin_wait()
     with open_exchange(process_group, purpose="load", no_dist=no_dist, peer_timeout=peer_timeout) as exchange:
         running_saves.come_after(exchange, process_group, checkpoint_id, storage_reader, planner)
+        recorder.clock.end_wait()
         defaults = vars(DefaultLoadPlanner())
         given = ", ".join(name for name, value in options.items() if value != defaults[name])
         if planner is not None and given:
             raise UsageError(f"give {given} to the planner that you pass, not to load")
         reader = choose_reader(storage_reader, checkpoint_id, page_cache=page_cache)
         chosen = DefaultLoadPlanner(**options) if planner is None else planner  # type: ignore[arg-type]
-        tracker = ProgressTracker.reporting_to(on_progress)
         ports = adapt_load_planner(chosen), adapt_reader(reader)
-        return load_into(state_dict, *ports, exchange, progress=tracker)
+        with tracking(progress, f"loading {place}", rank=exchange.rank) as tracker:
+            result = load_into(state_dict, *ports, exchange, progress=tracker, recorder=recorder)
+    record = recorder.record()
+    publish(record)
+    return replace(result, record=record)
 
 
 @deprecated("load_state_dict is deprecated: use load", category=FutureWarning)

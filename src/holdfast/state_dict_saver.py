@@ -6,32 +6,34 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch.distributed as dist
 from typing_extensions import deprecated
 
 from holdfast._background.running_save import RunningSave, exclusive_keys
-from holdfast._background.running_saves import running_saves
+from holdfast._background.running_saves import WhenBusy, running_saves
 from holdfast._background.save_future import SaveFuture
-from holdfast._background.save_thread import SaveThread
+from holdfast._background.save_thread import begin_save
 from holdfast._background.shutdown import prepare_for_shutdown, set_grace_period
-from holdfast._background.staged_copy import CopySource, stager_keys, take_copy
+from holdfast._background.staged_copy import CopySource, StateCopy, stager_keys, take_copy
 from holdfast._call_arguments import checked_call
 from holdfast._engine.adapt import adapt_save_planner, adapt_writer, stages_itself
 from holdfast._engine.save import run_save
 from holdfast._engine.stateful_objects import open_states
 from holdfast._engine.tensor_subclasses import open_subclasses
 from holdfast._io.page_cache import PageCache
-from holdfast._io.progress import Progress, ProgressTracker
-from holdfast._ranks.exchange import Exchange
+from holdfast._io.progress import Progress
 from holdfast._ranks.group_exchange import DEFAULT_PEER_TIMEOUT, open_exchange
 from holdfast._storage_choice import choose_save_planner, choose_writer
+from holdfast._transfer_recorder import TransferRecorder
 from holdfast._writer_process.client import start_writer_process
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import UsageError
 from holdfast.metadata import STATE_DICT_TYPE, Metadata
 from holdfast.planner import SavePlanner
+from holdfast.progress_display import ProgressOption, tracking
+from holdfast.records import publish
 from holdfast.staging import AsyncStager
 from holdfast.stateful import Stateful
 from holdfast.storage import StorageWriter
@@ -46,9 +48,6 @@ __all__ = [
     "save_state_dict",
     "set_grace_period",
 ]
-
-WhenBusy: TypeAlias = Literal["wait", "skip", "raise"]
-"""What ``async_save`` does while an earlier one is not done."""
 
 
 @checked_call("storage_writer")
@@ -65,7 +64,7 @@ def save(
     page_cache: PageCache | None = None,
     check_replicas: bool | Literal["full", "raise"] | None = None,
     peer_timeout: float = DEFAULT_PEER_TIMEOUT,
-    on_progress: Callable[[Progress], object] | None = None,
+    progress: ProgressOption = None,
 ) -> Metadata:
     """Save a state: on every rank of the group, each its own part.
 
@@ -100,11 +99,12 @@ def save(
         check_replicas: As for :class:`DefaultSavePlanner`. Not with ``planner``.
         peer_timeout: After how many seconds without a sign of life a rank is taken for dead, and all
             others raise. Slow storage is not silence: a rank that writes for hours is waited for.
-        on_progress: Called with a :class:`Progress` every few MiB that this rank has written, one call at a
-            time, from the threads that write. An exception from it stops the save and is raised.
+        progress: True shows how far rank 0 is: as a bar in a terminal, as log lines elsewhere. A function is
+            called with a :class:`Progress` every few MiB that this rank has written, one call at a time, from
+            the threads that write. An exception from it stops the save and is raised.
 
     Returns:
-        The metadata of the checkpoint.
+        The metadata of the checkpoint. Its ``record`` says what the save did, by phase and rank.
 
     Raises:
         UsageError: Neither a place nor a writer was given, or the state is no dict.
@@ -114,6 +114,9 @@ def save(
     Example:
         >>> holdfast.save({"model": model, "optimizer": optimizer}, checkpoint_id="checkpoints/100")
     """
+    place, _ = exclusive_keys(checkpoint_id, storage_writer, planner)
+    recorder = TransferRecorder("save", place)
+    recorder.clock.begin_wait()
     with open_exchange(
         process_group,
         purpose="save",
@@ -122,11 +125,23 @@ def save(
         peer_timeout=peer_timeout,
     ) as exchange:
         running_saves.come_after(exchange, process_group, checkpoint_id, storage_writer, planner)
+        recorder.clock.end_wait()
         opened, _ = open_states(state_dict)
         writer = choose_writer(storage_writer, checkpoint_id, overwrite=overwrite, page_cache=page_cache)
         chosen = choose_save_planner(planner, check_replicas=check_replicas)
-        tracker = ProgressTracker.reporting_to(on_progress)
-        return _save(opened, writer, chosen, exchange, use_collectives=use_collectives, progress=tracker)
+        with tracking(progress, f"saving {place}", rank=exchange.rank) as tracker:
+            metadata = run_save(
+                opened,
+                adapt_save_planner(chosen),
+                adapt_writer(writer),
+                exchange,
+                use_collectives=use_collectives,
+                progress=tracker,
+                recorder=recorder,
+            )
+    metadata.record = recorder.record()
+    publish(metadata.record)
+    return metadata
 
 
 @deprecated("save_state_dict is deprecated: use save", category=FutureWarning)
@@ -149,30 +164,17 @@ def save_state_dict(
     ) as exchange:
         running_saves.come_after(exchange, process_group, None, storage_writer, planner)
         storage_writer.reset()
-        return _save(state_dict, storage_writer, planner, exchange, use_collectives=use_collectives)
+        return run_save(
+            state_dict,
+            adapt_save_planner(DefaultSavePlanner() if planner is None else planner),
+            adapt_writer(storage_writer),
+            exchange,
+            use_collectives=use_collectives,
+        )
 
 
 # The same without the warning; programs call it by this name of torch's.
 _save_state_dict: Callable[..., Metadata] = save_state_dict.__wrapped__  # type: ignore[attr-defined]
-
-
-def _save(
-    state_dict: dict[str, Any],
-    writer: StorageWriter,
-    planner: SavePlanner | None,
-    exchange: Exchange,
-    *,
-    use_collectives: bool = True,
-    progress: ProgressTracker | None = None,
-) -> Metadata:
-    return run_save(
-        state_dict,
-        adapt_save_planner(DefaultSavePlanner() if planner is None else planner),
-        adapt_writer(writer),
-        exchange,
-        use_collectives=use_collectives,
-        progress=progress,
-    )
 
 
 class AsyncCheckpointerType(Enum):
@@ -260,12 +262,11 @@ def async_save(
     if when_busy not in ("wait", "skip", "raise"):
         raise UsageError(f"when_busy is 'wait', 'skip' or 'raise', not {when_busy!r}", found=when_busy)
     prepare_for_shutdown()
-    stager: Any = async_stager
-    if stager is None and storage_writer is not None and stages_itself(storage_writer):
-        stager = storage_writer
     in_process = AsyncCheckpointerType(async_checkpointer_type) is AsyncCheckpointerType.PROCESS
+    stager = _chosen_stager(async_stager, storage_writer)
     place, keys = exclusive_keys(checkpoint_id, storage_writer, planner)
-    keys |= stager_keys(stager, shared=in_process)
+    recorder = TransferRecorder("save", place, "process" if in_process else "thread")
+    recorder.clock.begin_wait()
 
     with contextlib.ExitStack() as until_handed_over:
         exchange = open_exchange(
@@ -277,38 +278,41 @@ def async_save(
         )
         until_handed_over.push(exchange)
         scope = running_saves.scope(exchange, process_group)
-        running = RunningSave(place, keys, scope, scope.begin(), process_group or _whole_group())
-        waited = _come_after(running, exchange, when_busy)
+        keys |= stager_keys(stager, shared=in_process)
+        group = process_group or _whole_group()
+        running = RunningSave(place, keys, scope, scope.begin(), group, exchange.rank)
+        waited = running_saves.begin_after(running, exchange, when_busy)
         if waited is None:
             return _skipped(running)
+        recorder.clock.end_wait()
         if in_process:
             # It takes seconds for the first time, in which the state is copied and planned.
             start_writer_process(wait=False)
-
         opened, _ = open_states(state_dict)
         writer = adapt_writer(
             choose_writer(storage_writer, checkpoint_id, overwrite=overwrite, page_cache=page_cache)
         )
         planner_port = adapt_save_planner(choose_save_planner(planner, check_replicas=check_replicas))
-        if planner_port.flattens:
-            # Their parts are copied as memory; the tensors themselves would be as objects.
-            opened = open_subclasses(opened)
-        copy = take_copy(stager, opened, shared=in_process)
+        recorder.clock.enter("stage")
+        # The parts of subclasses are copied as memory; the tensors themselves would be as objects.
+        copy = take_copy(
+            stager, open_subclasses(opened) if planner_port.flattens else opened, shared=in_process
+        )
         until_handed_over.callback(copy.release)
         future = SaveFuture(running, waited=waited)
-        if copy.is_complete:
-            future.staged.complete(None)
-        SaveThread(
-            running,
-            future,
-            exchange,
-            obtain=CopySource(copy, writer, future.staged, running, in_process),
-            planner=planner_port,
-            use_collectives=use_collectives,
-            release=copy.release,
-        ).start()
+        source = CopySource(copy, writer, future.staged, running, in_process)
+        begin_save(source, future, running, exchange, planner_port, recorder, use_collectives=use_collectives)
         until_handed_over.pop_all()
+    return _handed_over(future, copy, stager)
 
+
+def _chosen_stager(given: AsyncStager | None, writer: StorageWriter | None) -> Any:
+    """What copies the state; None for our own buffers."""
+    return writer if given is None and writer is not None and stages_itself(writer) else given
+
+
+def _handed_over(future: SaveFuture, copy: StateCopy, stager: Any) -> SaveFuture | AsyncSaveResponse:
+    """What the caller gets of a save that runs in the background."""
     if copy.is_asynchronous:
         return AsyncSaveResponse(staging_completion=future.staged, upload_completion=future)
     if stager is not None and stager.should_synchronize_after_execute:
@@ -318,36 +322,6 @@ def async_save(
             future.cancel()
             raise
     return future
-
-
-def _come_after(running: RunningSave, exchange: Exchange, when_busy: WhenBusy) -> float | None:
-    """Come after the earlier saves that share something with this one, on all ranks alike.
-
-    Returns:
-        How long that took; None if there is one and this save is to be skipped.
-
-    Raises:
-        UsageError: There is one, and ``when_busy`` is "raise".
-        CheckpointException: An earlier save failed, and nobody has seen it.
-    """
-    waited = running_saves.wait_for(running.keys) if when_busy == "wait" else 0.0
-    is_busy = running_saves.settle(
-        exchange,
-        running.scope,
-        is_busy=bool(running_saves.busy(running.keys)),
-        always=when_busy != "wait",
-        leave_to_futures=True,
-    )
-    if is_busy and when_busy == "raise":
-        raise UsageError(
-            f"an earlier save is not done, and when_busy is 'raise': this one, to {running.place}, shares a "
-            "place, a stager, a writer or a planner with it",
-            path=running.place,
-        )
-    if is_busy and when_busy == "skip":
-        return None
-    running.scope.is_unsettled = True
-    return waited
 
 
 def _skipped(running: RunningSave) -> SaveFuture:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import holdfast as hf
-from holdfast.cli.report import ProgressBar
 from holdfast.cli.text import printable, size_text
 
 Command = Callable[..., Any]
@@ -129,21 +128,3 @@ def test_sizes_are_in_the_unit_that_keeps_them_short() -> None:
 def test_text_of_strangers_is_escaped() -> None:
     assert printable("plain ünïcode") == "plain ünïcode"
     assert printable("\x1b]0;title\x07\u202e\ud800") == "\\x1b]0;title\\x07\\u202e\\ud800"
-
-
-def test_the_bar_shows_bytes_and_rate(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = iter([0.0, 1.0, 1.01, 2.0])
-    monkeypatch.setattr("holdfast.cli.report.time.monotonic", lambda: next(now))
-    bar = ProgressBar(4096, sys.stderr)
-    for _ in range(3):
-        bar.advance(1024)
-    bar.clear()
-    drawn = capsys.readouterr().err.split("\r\033[K")
-    assert drawn == [
-        "",
-        f"[{'#' * 8:<30}]  25% 1.0 KiB of 4.0 KiB, 1.0 KiB/s",
-        f"[{'#' * 22:<30}]  75% 3.0 KiB of 4.0 KiB, 1.5 KiB/s",
-        "",
-    ]

@@ -199,7 +199,7 @@ def test_only_the_bytes_that_are_needed_are_read(tmp_path: Path) -> None:
     dcp.load(
         found,
         storage_reader=dcp.HuggingFaceStorageReader(tmp_path),
-        on_progress=lambda progress: seen.append(progress.nbytes_done),
+        progress=lambda progress: seen.append(progress.nbytes_done),
     )
     assert torch.equal(found["t7"], state["t7"])
     assert max(seen) <= 400_000 * 1.05

@@ -31,6 +31,7 @@ import holdfast
 from holdfast._io.bucket_client import BucketAccess, S3Keys
 from holdfast._io.s3_uploads import S3Uploads
 from holdfast.errors import IntegrityError, StorageError
+from holdfast.records import TransferRecord, add_listener
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_core]
 
@@ -109,7 +110,9 @@ def test_bytes_that_change_on_their_way_up_are_refused_by_the_server(
     assert len(store_of(place, s3).names()) == 2
 
 
-def test_bytes_that_change_on_their_way_down_are_asked_for_again(proxy: S3Proxy, place: str) -> None:
+def test_bytes_that_change_on_their_way_down_are_asked_for_again_and_counted(
+    proxy: S3Proxy, place: str
+) -> None:
     save(place, 2.0, nbytes=LARGE)
     changed = list[str]()
 
@@ -121,8 +124,14 @@ def test_bytes_that_change_on_their_way_down_are_asked_for_again(proxy: S3Proxy,
         return FlipAnswer(100_000)
 
     proxy.rules.append(rule)
-    assert load(place, nbytes=LARGE) == 2.0
+    records = list[TransferRecord]()
+    remove = add_listener(records.append)
+    try:
+        assert load(place, nbytes=LARGE) == 2.0
+    finally:
+        remove()
     assert changed
+    assert [record.retries for record in records] == [1]
 
 
 @pytest.mark.parametrize("nbytes", [4096, LARGE])

@@ -163,3 +163,37 @@ def test_ranks_of_one_machine_read_each_byte_from_the_disk_once_and_send_none(tm
             assert sum(in_all) <= 1.1 * nbytes, name  # what one has read is sent to the other
         else:
             assert min(in_all) >= nbytes, name
+
+
+def table() -> torch.Tensor:
+    """Rows that are longer than a page and no part of a block; a block has parts of several."""
+    return torch.arange(3 * 1201 * 3001).view(3, 1201, 3001)
+
+
+def load_columns_past_the_page_cache(folder: str) -> dict[str, tuple[int, bool]]:
+    """How many bytes each load has read, and whether it is right."""
+    rank, world_size, found = dist.get_rank(), dist.get_world_size(), {}
+    mesh = init_device_mesh("cpu", (world_size,))
+    saved = distribute_tensor(table(), mesh, [Shard(1)])
+    hf.save({"table": saved}, checkpoint_id=folder)
+    for name, dimension, dtype in (
+        ("columns", 2, torch.int64),
+        ("cast", 2, torch.int32),
+        ("planes", 0, None),
+    ):
+        target = distribute_tensor(torch.zeros_like(table(), dtype=dtype), mesh, [Shard(dimension)])
+        before = read_by_this_process()
+        hf.load({"table": target}, checkpoint_id=folder, page_cache="bypass", cast=True)
+        expected = table().to(target.dtype).chunk(world_size, dimension)[rank]
+        found[name] = (read_by_this_process() - before, torch.equal(target.to_local(), expected))
+    return found
+
+
+@pytest.mark.slow
+def test_rows_of_which_each_rank_needs_other_columns_are_read_once(tmp_path: Path) -> None:
+    outcome = run_ranks(load_columns_past_the_page_cache, 3, str(tmp_path))
+    assert [kind for kind, _ in outcome] == ["returned"] * 3, outcome
+    for name in outcome[0][1]:
+        read, is_right = zip(*(found[name] for _, found in outcome), strict=True)
+        assert all(is_right), name
+        assert sum(read) <= 1.1 * table().nbytes, name

@@ -132,7 +132,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(saved: Path, choice: st
     reader = hf.FileSystemReader(saved, thread_count=1, page_cache=choice)  # type: ignore[arg-type]
     target = {key: torch.zeros_like(value) for key, value in state().items()}
     with pytest.raises(TruncatedFileError):
-        hf.load(target, storage_reader=reader, on_progress=cut)
+        hf.load(target, storage_reader=reader, progress=cut)
 
 
 def test_the_option_belongs_to_the_reader_that_is_passed(saved: Path) -> None:

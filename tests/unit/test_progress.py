@@ -33,9 +33,9 @@ def refuse(progress: Progress) -> None:
 def test_a_save_and_a_load_report_until_all_is_done(tmp_path: Path) -> None:
     saved: list[Progress] = []
     loaded: list[Progress] = []
-    holdfast.save(state(1.0), checkpoint_id=tmp_path, on_progress=saved.append)
+    holdfast.save(state(1.0), checkpoint_id=tmp_path, progress=saved.append)
     found = state(0.0)
-    holdfast.load(found, checkpoint_id=tmp_path, on_progress=loaded.append)
+    holdfast.load(found, checkpoint_id=tmp_path, progress=loaded.append)
     assert torch.equal(found["large"], state(1.0)["large"])
     for reports in (saved, loaded):
         done = [report.nbytes_done for report in reports]
@@ -50,7 +50,7 @@ def test_a_save_that_is_stopped_leaves_the_old_checkpoint_and_nothing_else(tmp_p
     holdfast.save(state(1.0), checkpoint_id=tmp_path)
     before = sorted(os.listdir(tmp_path))
     with pytest.raises(TooMuch):
-        holdfast.save(state(2.0), checkpoint_id=tmp_path, on_progress=refuse)
+        holdfast.save(state(2.0), checkpoint_id=tmp_path, progress=refuse)
     assert sorted(os.listdir(tmp_path)) == before
     found = state(0.0)
     holdfast.load(found, checkpoint_id=tmp_path)
@@ -60,4 +60,4 @@ def test_a_save_that_is_stopped_leaves_the_old_checkpoint_and_nothing_else(tmp_p
 def test_a_load_that_is_stopped_raises_what_stopped_it(tmp_path: Path) -> None:
     holdfast.save(state(1.0), checkpoint_id=tmp_path)
     with pytest.raises(TooMuch):
-        holdfast.load(state(0.0), checkpoint_id=tmp_path, on_progress=refuse)
+        holdfast.load(state(0.0), checkpoint_id=tmp_path, progress=refuse)

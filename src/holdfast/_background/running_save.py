@@ -68,6 +68,7 @@ class RunningSave(SaveCancellation):
         scope: Who saves together: the same object for all saves of a group.
         number: Its number in that scope, the same on every rank.
         group: The process group, held because its channel would end with it.
+        rank: This rank's number among those that save.
         tracker: Told of the bytes that are written; raises SaveCancelledError once the save is cancelled.
         thread: The thread that runs it, once it does. A call from that thread must not wait for it.
         ended: Set when nothing of it runs any more and all that it held is free.
@@ -78,12 +79,15 @@ class RunningSave(SaveCancellation):
         future: The future, as long as somebody holds it.
     """
 
-    def __init__(self, place: str, keys: frozenset[Hashable], scope: Any, number: int, group: Any) -> None:
+    def __init__(
+        self, place: str, keys: frozenset[Hashable], scope: Any, number: int, group: Any, rank: int = 0
+    ) -> None:
         self.place = place
         self.keys = keys
         self.scope = scope
         self.number = number
         self.group = group
+        self.rank = rank
         self.tracker = ProgressTracker(lambda _: self.check())
         self.thread: int | None = None
         self.ended = threading.Event()

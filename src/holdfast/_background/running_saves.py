@@ -7,13 +7,16 @@ import time
 import traceback
 import weakref
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 
 from holdfast._background.running_save import RunningSave, exclusive_keys
 from holdfast._ranks.exchange import Alone, Exchange
-from holdfast.errors import WRAPPED_EXCEPTION, CheckpointException, portable_failure
+from holdfast.errors import WRAPPED_EXCEPTION, CheckpointException, UsageError, portable_failure
+
+WhenBusy: TypeAlias = Literal["wait", "skip", "raise"]
+"""What ``async_save`` does while an earlier one is not done."""
 
 
 class Scope:
@@ -110,6 +113,35 @@ class RunningSaves:
         """
         self.wait_for(exclusive_keys(checkpoint_id, storage, planner)[1])
         self.settle(exchange, self.scope(exchange, group))
+
+    def begin_after(self, running: RunningSave, exchange: Exchange, when_busy: WhenBusy) -> float | None:
+        """Let a save come after the earlier ones that share something with it, on all ranks alike.
+
+        Returns:
+            How many seconds that took; None if there is one and this save is to be skipped.
+
+        Raises:
+            UsageError: There is one, and ``when_busy`` is "raise".
+            CheckpointException: An earlier save failed, and nobody has seen it.
+        """
+        waited = self.wait_for(running.keys) if when_busy == "wait" else 0.0
+        is_busy = self.settle(
+            exchange,
+            running.scope,
+            is_busy=bool(self.busy(running.keys)),
+            always=when_busy != "wait",
+            leave_to_futures=True,
+        )
+        if is_busy and when_busy == "raise":
+            raise UsageError(
+                f"an earlier save is not done, and when_busy is 'raise': this one, to {running.place}, "
+                "shares a place, a stager, a writer or a planner with it",
+                path=running.place,
+            )
+        if is_busy and when_busy == "skip":
+            return None
+        running.scope.is_unsettled = True
+        return waited
 
     def settle(
         self,

@@ -7,7 +7,9 @@ from concurrent.futures._base import CANCELLED_AND_NOTIFIED
 from typing import TypeVar
 
 from holdfast._background.running_save import RunningSave
+from holdfast._human_units import size_text
 from holdfast._io.progress import Progress
+from holdfast._transfer_record import TransferRecord
 from holdfast.metadata import Metadata
 
 T = TypeVar("T")
@@ -79,6 +81,7 @@ class SaveFuture(_Watched[Metadata | None]):
         staged: A future for the copy alone: when it is done, the original may change.
         waited: For how many seconds the call waited for earlier saves.
         skipped: Whether nothing was saved because an earlier save was not done. The result is None then.
+        record: What the save did, by phase and rank; None until it has succeeded.
     """
 
     def __init__(self, running: RunningSave, *, waited: float = 0.0, skipped: bool = False) -> None:
@@ -89,6 +92,7 @@ class SaveFuture(_Watched[Metadata | None]):
         self.staged = StagedFuture(looked_at)
         self.waited = waited
         self.skipped = skipped
+        self.record: TransferRecord | None = None
         self._running = running
         running.future = weakref.ref(self)
 
@@ -110,5 +114,23 @@ class SaveFuture(_Watched[Metadata | None]):
         return is_done
 
     def progress(self) -> Progress:
-        """Bytes written by this rank, bytes to write, and bytes a second. Never waits."""
+        """Bytes written by this rank, bytes to write, and bytes a second. Never waits.
+
+        The bytes to write are known from the start: first the size of the copy, then what is planned.
+        """
         return self._running.progress()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} to {self._running.place}: {self._state_in_words()}>"
+
+    def _state_in_words(self) -> str:
+        if self.skipped:
+            return "skipped"
+        # Not by done(): looking at the repr is not asking whether it is done.
+        if not Future.done(self):
+            done, total, _ = self._running.progress()
+            return f"{size_text(done)} of {size_text(total)} written"
+        if Future.cancelled(self):
+            return "cancelled"
+        error = self._exception
+        return "saved" if error is None else f"failed with {type(error).__name__}"

@@ -13,11 +13,14 @@ from holdfast._background.running_save import RunningSave, is_cancellation
 from holdfast._background.running_saves import running_saves
 from holdfast._background.save_future import SaveFuture
 from holdfast._background.short_turns import short_turns
+from holdfast._background.staged_copy import CopySource
 from holdfast._engine.ports import SavePlannerPort, WriterPort
 from holdfast._engine.save import run_save
 from holdfast._ranks.exchange import Exchange
+from holdfast._transfer_recorder import TransferRecorder
 from holdfast.errors import CheckpointException
 from holdfast.metadata import Metadata
+from holdfast.records import publish
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +45,7 @@ class SaveThread:
         planner: Decides what is written.
         use_collectives: As for ``save``.
         release: Called in the thread when the staged state is not needed any more.
+        recorder: Measures the save.
     """
 
     running: RunningSave
@@ -51,6 +55,7 @@ class SaveThread:
     planner: SavePlannerPort
     use_collectives: bool
     release: Callable[[], None]
+    recorder: TransferRecorder
 
     def start(self) -> None:
         """Start the thread. Raises RuntimeError if the system has none to give; then nothing has begun."""
@@ -80,7 +85,7 @@ class SaveThread:
         with self.exchange, short_turns():
             state, writer = self.obtain()
             self.running.check()
-            return run_save(
+            metadata = run_save(
                 state,
                 self.planner,
                 writer,
@@ -88,7 +93,11 @@ class SaveThread:
                 use_collectives=self.use_collectives,
                 progress=self.running.tracker,
                 cancellation=self.running,
+                recorder=self.recorder,
             )
+        metadata.record = self.future.record = self.recorder.record()
+        publish(metadata.record)
+        return metadata
 
     def _end(self, metadata: Metadata | None, error: BaseException | None) -> None:
         """Free everything, then finish the future: its callbacks may begin the next save at once."""
@@ -112,6 +121,35 @@ class SaveThread:
         if running.is_unseen_failure and not running.is_held:
             # Whoever holds the future is told by it, and need not read it twice.
             logger.error("the save to %s in the background failed: %s", running.place, _in_one_line(error))
+
+
+def begin_save(
+    source: CopySource,
+    future: SaveFuture,
+    running: RunningSave,
+    exchange: Exchange,
+    planner: SavePlannerPort,
+    recorder: TransferRecorder,
+    *,
+    use_collectives: bool,
+) -> None:
+    """Start the thread that saves the copy of a state. The caller does not wait for anything after this."""
+    copy = source.copy
+    recorder.clock.count(copy.nbytes)
+    running.tracker.expect(copy.nbytes)
+    if copy.is_complete:
+        future.staged.complete(None)
+    recorder.release_caller()
+    SaveThread(
+        running,
+        future,
+        exchange,
+        obtain=source,
+        planner=planner,
+        use_collectives=use_collectives,
+        release=copy.release,
+        recorder=recorder,
+    ).start()
 
 
 def _finish(future: Any, error: BaseException | None, value: Any, *, cancelled: bool) -> None:

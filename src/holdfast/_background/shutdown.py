@@ -10,11 +10,11 @@ import os
 import signal
 import sys
 import threading
-import time
 import types
 from collections.abc import Sequence
 from typing import Any
 
+from holdfast._background.exit_notice import announce_waits_at_exit, await_all
 from holdfast._background.running_save import RunningSave
 from holdfast._background.running_saves import running_saves
 from holdfast.errors import UsageError
@@ -61,11 +61,14 @@ def set_grace_period(seconds: float) -> None:
 def prepare_for_shutdown() -> None:
     """Read the grace period from the environment, once, and handle SIGTERM if there is one.
 
+    The end of the program will say which saves it waits for.
+
     Every save in the background calls this when it begins.
 
     Raises:
         UsageError: The environment variable is not a number of seconds.
     """
+    announce_waits_at_exit()
     if _Grace.seconds is not None:
         return
     said = os.environ.get(GRACE_VARIABLE, "0")
@@ -90,18 +93,13 @@ def _on_sigterm(number: int, frame: types.FrameType | None) -> None:  # noqa: AR
 
 
 def _leave(saves: Sequence[RunningSave], grace: float) -> None:
-    if not _all_end(saves, grace):
+    if not await_all(saves, grace):
         for save in saves:
             save.cancel()
-        _all_end(saves, _CANCEL_SECONDS)
+        await_all(saves, _CANCEL_SECONDS)
     # Only the main thread may do this through Python, and it may be in native code for hours.
     ctypes.pythonapi.PyOS_setsig(int(signal.SIGTERM), None)
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _all_end(saves: Sequence[RunningSave], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    return all(save.ended.wait(max(0.0, deadline - time.monotonic())) for save in saves)
 
 
 class _LastFlush:

@@ -41,6 +41,11 @@ class StateCopy:
     error: Exception | None = None
 
     @property
+    def nbytes(self) -> int:
+        """The size of the copy; 0 if another stager made it."""
+        return 0 if self.staged is None else self.staged.nbytes
+
+    @property
     def is_complete(self) -> bool:
         """Whether the original may change."""
         if self.staged is not None:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from holdfast._engine.ports import ReaderPort
 from holdfast._ranks.exchange import Exchange
@@ -23,7 +24,9 @@ def read_metadata(reader: ReaderPort, exchange: Exchange) -> tuple[Metadata, boo
 
     def read() -> Metadata | None:
         try:
-            return reader.read_metadata()
+            found = reader.read_metadata()
+            # Without its record: that of a save by 10,000 ranks is nearly a megabyte, which no load needs.
+            return found if found.record is None else replace(found)
         except FileNotFoundError:
             if not reader.has_rank_metadata:
                 raise

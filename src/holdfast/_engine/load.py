@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from holdfast._collector import paused_collector
@@ -11,12 +12,15 @@ from holdfast._engine.per_rank_values import LoadByRank
 from holdfast._engine.ports import LoadPlannerPort, ReaderPort
 from holdfast._engine.rank_view import RankView, view_of_rank, warn_of_shared
 from holdfast._engine.tensor_subclasses import LoadParts
+from holdfast._engine.timed_exchange import TimedExchange
 from holdfast._io.progress import ProgressTracker
 from holdfast._objects import decode_object
 from holdfast._plan.group_fit import GroupFit, fit_groups, refuse_unfilled
 from holdfast._plan.load_coverage import cover
 from holdfast._plan.read_columns import plan_of_keys
 from holdfast._ranks.exchange import Exchange
+from holdfast._transfer_record import RankRecord, TransferRecord
+from holdfast._transfer_recorder import TransferRecorder
 from holdfast.load_result import LoadResult
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner, ReadItem
@@ -32,6 +36,24 @@ _Need: TypeAlias = tuple[LoadPlan, _Told]
 """What a rank reads, and what it tells of it."""
 
 
+@dataclass(frozen=True)
+class LoadHooks:
+    """What somebody else does in the middle of a load.
+
+    Attributes:
+        complete: Called on each rank with the metadata, before the planner is set up: adds to the state what
+            can only be made when the checkpoint is known.
+        check: Called before anything is read, with the flat state, or None if the planner does not say what
+            it fills, what will be loaded, and a function that reads small objects ahead. It may raise.
+        may_change: Asked after a failure, with the path of a value that was loaded: whether it is the
+            caller's own, and not thrown away with the state.
+    """
+
+    complete: Callable[[Metadata], None] = lambda _: None
+    check: Callable[[Mapping[str, Any] | None, LoadResult, ReadObjects], None] = lambda *_: None
+    may_change: Callable[[tuple[Any, ...]], bool] = lambda _: True
+
+
 def run_load(
     state_dict: dict[str, Any],
     planner: LoadPlannerPort,
@@ -39,9 +61,8 @@ def run_load(
     exchange: Exchange,
     *,
     progress: ProgressTracker | None = None,
-    complete: Callable[[Metadata], None] = lambda _: None,
-    check: Callable[[Mapping[str, Any] | None, LoadResult, ReadObjects], None] = lambda *_: None,
-    may_change: Callable[[tuple[Any, ...]], bool] = lambda _: True,
+    hooks: LoadHooks | None = None,
+    recorder: TransferRecorder | None = None,
 ) -> LoadResult:
     """Load into ``state_dict``, in place; called on every rank of the exchange.
 
@@ -54,12 +75,8 @@ def run_load(
         reader: Reads it.
         exchange: The ranks that load together.
         progress: Told of the bytes that are read; it may raise to stop the load.
-        complete: Called on each rank with the metadata, before the planner is set up: adds to ``state_dict``
-            what can only be made when the checkpoint is known.
-        check: Called before anything is read, with the flat state, or None if the planner does not say what
-            it fills, what will be loaded, and a function that reads small objects ahead. It may raise.
-        may_change: Asked after a failure, with the path of a value that was loaded: whether it is the
-            caller's own, and not thrown away with ``state_dict``.
+        hooks: What is done in the middle of the load; nothing by default.
+        recorder: Measures the load, and can tell afterwards what all ranks have done.
 
     Returns:
         What was done on this rank.
@@ -67,40 +84,97 @@ def run_load(
     Raises:
         CheckpointException: A step failed on some rank; the same on every rank.
     """
+    hooks, recorder = hooks or LoadHooks(), recorder or TransferRecorder("load")
     context = LoadContext(
         exchange.rank,
         exchange.world_size,
         exchange.is_coordinator,
         progress or ProgressTracker(),
-        may_change=lambda key: may_change(planner.key_paths().get(key, ())),
+        may_change=lambda key: hooks.may_change(planner.key_paths().get(key, ())),
     )
-    stored, is_shared = read_metadata(reader, exchange)
-    by_rank: LoadByRank | None = None
-    metadata: Metadata | None = None
-    parts: LoadParts | None = None
-    result = LoadResult()
+    recorder.set_up(exchange.rank, exchange.world_size, context.progress.events)
+    timed = TimedExchange(exchange, recorder.clock)
+    steps = _LoadSteps(state_dict, planner, reader, timed, context, hooks)
+    try:
+        return steps.take(recorder)
+    except BaseException:
+        steps.undo()
+        raise
+
+
+class _LoadSteps:
+    """The steps of one load on one rank."""
+
+    def __init__(
+        self,
+        state_dict: dict[str, Any],
+        planner: LoadPlannerPort,
+        reader: ReaderPort,
+        exchange: Exchange,
+        context: LoadContext,
+        hooks: LoadHooks,
+    ) -> None:
+        self._state_dict = state_dict
+        self._planner = planner
+        self._reader = reader
+        self._exchange = exchange
+        self._context = context
+        self._hooks = hooks
+        self._by_rank: LoadByRank | None = None
+        self._parts: LoadParts | None = None
+        self._metadata: Metadata | None = None
+        self._result = LoadResult()
+
+    def take(self, recorder: TransferRecorder) -> LoadResult:
+        recorder.clock.enter("read metadata")
+        stored, is_shared = read_metadata(self._reader, self._exchange)
+        recorder.clock.enter("plan")
+        plan, is_changed = _plan(
+            lambda: self._need(stored, is_shared=is_shared), self._planner, self._reader, self._exchange
+        )
+        assert self._metadata is not None
+        if is_changed:
+            self._result = cover(plan, self._planner.flat_state(), self._metadata)
+        recorder.clock.enter("read")
+        read = not_a_first_start(self._reading(plan))
+
+        def read_and_measure() -> RankRecord:
+            read()
+            recorder.clock.count(self._context.progress.nbytes_done)
+            return recorder.mine()
+
+        def join(rows: list[RankRecord]) -> tuple[TransferRecord, float]:
+            recorder.gather(rows)
+            return recorder.to_tell()
+
+        told = self._exchange.agree("read", read_and_measure, join)
+        if not self._exchange.is_coordinator:
+            recorder.learn(told)
+        return self._result
 
     @paused_collector()
-    def need() -> _Need:
-        nonlocal by_rank, metadata, parts, result
+    def _need(self, stored: Metadata, *, is_shared: bool) -> _Need:
+        planner, reader, exchange = self._planner, self._reader, self._exchange
         rank, world_size = exchange.rank, exchange.group_size
-        complete(stored)
-        view = view_of_rank(stored, rank=rank, world_size=world_size, state=state_dict)
-        metadata = view.metadata
-        by_rank = LoadByRank(state_dict, planner, metadata, rank=rank, world_size=world_size)
-        state = by_rank.state
+        self._hooks.complete(stored)
+        view = view_of_rank(stored, rank=rank, world_size=world_size, state=self._state_dict)
+        metadata = self._metadata = view.metadata
+        self._by_rank = LoadByRank(self._state_dict, planner, metadata, rank=rank, world_size=world_size)
+        state = self._by_rank.state
         if planner.flattens:
-            parts = LoadParts(state, planner, metadata)
-            state = parts.state
+            self._parts = LoadParts(state, planner, metadata)
+            state = self._parts.state
         planner.plugin.set_up_planner(state, metadata, exchange.is_coordinator)
-        reader.set_up(view.stored, context, use_collectives=is_shared)
+        reader.set_up(view.stored, self._context, use_collectives=is_shared)
         plan = planner.plugin.create_local_plan()
-        result = cover(plan, planner.flat_state(), metadata)
-        check(planner.flat_state(), result, lambda keys: _read_ahead(keys, plan, view, reader))
-        fit = _fit(by_rank.state, planner, result, metadata, is_alone=exchange.world_size == 1)
+        result = self._result = cover(plan, planner.flat_state(), metadata)
+        self._hooks.check(planner.flat_state(), result, lambda keys: _read_ahead(keys, plan, view, reader))
+        fit = _fit(self._by_rank.state, planner, result, metadata, is_alone=exchange.world_size == 1)
         return reader.plugin.prepare_local_plan(view.translate(plan)), (view.shared_by(plan), fit)
 
-    def read(plan: LoadPlan) -> Callable[[], None]:
+    def _reading(self, plan: LoadPlan) -> Callable[[], None]:
+        """The function that reads. What ranks must do together to prepare that is done when this returns."""
+        planner, reader, exchange = self._planner, self._reader, self._exchange
         read_together: Callable[[], None] | None = None
         if exchange.world_size > 1 and reader.read_together is not None:
             read_together = reader.read_together(
@@ -112,25 +186,18 @@ def run_load(
                 read_together()
             else:
                 reader.read(planner.plugin.finish_plan(plan), planner)
-            context.progress.end()
-            if parts is not None:
-                parts.finish()
-            assert by_rank is not None
-            by_rank.finish()
+            self._context.progress.end()
+            if self._parts is not None:
+                self._parts.finish()
+            assert self._by_rank is not None
+            self._by_rank.finish()
 
         return work
 
-    try:
-        plan, is_changed = _plan(need, planner, reader, exchange)
-        assert metadata is not None
-        if is_changed:
-            result = cover(plan, planner.flat_state(), metadata)
-        exchange.agree("read", not_a_first_start(read(plan)), lambda _: None)
-    except BaseException:
-        if by_rank is not None:
-            by_rank.undo()
-        raise
-    return result
+    def undo(self) -> None:
+        """After a failure: put back what the load has put into the state for itself."""
+        if self._by_rank is not None:
+            self._by_rank.undo()
 
 
 def _plan(

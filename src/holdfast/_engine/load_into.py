@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast._engine.callers_values import is_callers_own
-from holdfast._engine.load import ReadObjects, run_load
+from holdfast._engine.load import LoadHooks, ReadObjects, run_load
 from holdfast._engine.meta_modules import MetaTensors
 from holdfast._engine.optimizer_room import OptimizerRooms
 from holdfast._engine.ports import LoadPlannerPort, ReaderPort
 from holdfast._engine.stateful_objects import open_states, return_states
 from holdfast._io.progress import ProgressTracker
 from holdfast._ranks.exchange import Exchange
+from holdfast._transfer_recorder import TransferRecorder
 from holdfast.load_result import LoadResult
 from holdfast.stateful import Stateful
 
@@ -22,6 +23,7 @@ def load_into(
     exchange: Exchange,
     *,
     progress: ProgressTracker | None = None,
+    recorder: TransferRecorder | None = None,
 ) -> LoadResult:
     """Load into ``state_dict``, in place, as :func:`run_load`; Stateful objects get their loaded state.
 
@@ -39,6 +41,11 @@ def load_into(
         on_meta.check(state, result)
         optimizers.check(read)
 
+    hooks = LoadHooks(
+        complete=optimizers.make,
+        check=check,
+        may_change=lambda path: is_callers_own(path, state_dict, opened, found),
+    )
     try:
         result = run_load(
             opened,
@@ -46,10 +53,11 @@ def load_into(
             reader,
             exchange,
             progress=progress,
-            complete=optimizers.make,
-            check=check,
-            may_change=lambda path: is_callers_own(path, state_dict, opened, found),
+            hooks=hooks,
+            recorder=recorder,
         )
+        if recorder is not None:
+            recorder.clock.enter("restore")
         on_meta.materialise()
         optimizers.settle()
     except BaseException:

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from holdfast._collector import paused_collector
 from holdfast._context import SaveContext
@@ -11,9 +12,13 @@ from holdfast._engine.ports import SavePlannerPort, WriterPort
 from holdfast._engine.replica_check import Holders, Replicas, differ
 from holdfast._engine.result_check import check_counts, check_results
 from holdfast._engine.tensor_subclasses import open_subclasses
+from holdfast._engine.timed_exchange import TimedExchange
 from holdfast._io.progress import ProgressTracker
+from holdfast._phase_clock import PhaseClock
 from holdfast._plan.write_columns import columns_of
 from holdfast._ranks.exchange import Exchange
+from holdfast._transfer_record import RankRecord
+from holdfast._transfer_recorder import TransferRecorder
 from holdfast.errors import UsageError
 from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan
@@ -42,6 +47,7 @@ def run_save(
     use_collectives: bool = True,
     progress: ProgressTracker | None = None,
     cancellation: SaveCancellation | None = None,
+    recorder: TransferRecorder | None = None,
 ) -> Metadata:
     """Save ``state_dict``; called on every rank of the exchange.
 
@@ -56,10 +62,12 @@ def run_save(
         use_collectives: False if each rank writes a checkpoint of its own part.
         progress: Told of the bytes that are written; it may raise to stop the save.
         cancellation: Asked before each step whether to go on; by default nobody can cancel.
+        recorder: Measures the save, and can tell afterwards what all ranks have done.
 
     Raises:
         CheckpointException: A step failed on some rank; the same on every rank.
     """
+    recorder = recorder or TransferRecorder("save")
     context = SaveContext(
         rank=exchange.rank,
         world_size=exchange.world_size,
@@ -67,91 +75,142 @@ def run_save(
         use_collectives=use_collectives,
         progress=progress or ProgressTracker(),
         confirm_commit=exchange.confirm,
+        recorder=recorder,
     )
+    recorder.set_up(exchange.rank, exchange.world_size, context.progress.events)
+    timed = TimedExchange(exchange, recorder.clock)
+    steps = _SaveSteps(state_dict, planner, writer, timed, context, cancellation or SaveCancellation())
     try:
-        return _run(state_dict, planner, writer, exchange, context, cancellation or SaveCancellation())
+        return steps.take(recorder)
     except BaseException:
         writer.abandon(outcome_is_known=exchange.outcome_is_known)
         raise
 
 
-def _run(
-    state_dict: dict[str, Any],
-    planner: SavePlannerPort,
-    writer: WriterPort,
-    exchange: Exchange,
-    context: SaveContext,
-    cancellation: SaveCancellation,
-) -> Metadata:
-    metadata = None
-    offered: list[SavePlan] = []
-    planned: list[SavePlan] = []
-    replicas = Replicas(planner, exchange)
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank offers to write, one fingerprint of the values that others have too, and its place."""
+
+    plan: SavePlan
+    marks: dict[Holders, bytes]
+    place: str | None
+
+
+_Written: TypeAlias = tuple[list[WriteResult], RankRecord]
+"""What a rank has written, and how long it took for that until then."""
+
+
+class _SaveSteps:
+    """The steps of one save on one rank. They stand here in the order in which they are taken."""
+
+    def __init__(
+        self,
+        state_dict: dict[str, Any],
+        planner: SavePlannerPort,
+        writer: WriterPort,
+        exchange: Exchange,
+        context: SaveContext,
+        cancellation: SaveCancellation,
+    ) -> None:
+        self._state_dict = state_dict
+        self._planner = planner
+        self._writer = writer
+        self._exchange = exchange
+        self._context = context
+        self._cancellation = cancellation
+        self._replicas = Replicas(planner, exchange)
+        # The coordinator's alone:
+        self._offered: list[SavePlan] = []
+        self._planned: list[SavePlan] = []
+        self._metadata: Metadata | None = None
+
+    def take(self, recorder: TransferRecorder) -> Metadata:
+        recorder.clock.enter("plan")
+        plan = self._exchange.decide("plan", self._offer, self._merge)
+        if plan is None:
+            plan = self._replicas.settle(self._offered, self._make_local_plan, self._make_global_plan)
+        recorder.clock.enter("write")
+
+        def write() -> _Written:
+            return self._write(plan, recorder.clock), recorder.mine()
+
+        def commit(written: list[_Written]) -> list[Any]:
+            recorder.gather([row for _, row in written])
+            recorder.commit_begins()
+            told = self._commit([results for results, _ in written])
+            others = told, recorder.to_tell()
+            return [
+                (self._metadata, None) if rank == self._exchange.rank else others
+                for rank in range(self._exchange.world_size)
+            ]
+
+        told, of_all_ranks = self._exchange.decide("write", write, commit)
+        if of_all_ranks is not None:
+            recorder.learn(of_all_ranks)
+        return self._writer.metadata_of(told)
 
     @paused_collector()
-    def make_local_plan() -> SavePlan:
-        plan = planner.plugin.create_local_plan()
-        cancellation.check()
-        return writer.plugin.prepare_local_plan(plan)
-
-    @paused_collector()
-    def make_global_plan(plans: list[SavePlan]) -> list[SavePlan]:
-        nonlocal metadata, planned
-        plans, metadata = planner.plugin.create_global_plan(plans)
-        cancellation.check()
-        planned = writer.plugin.prepare_global_plan(plans)
-        return planned
-
-    @paused_collector()
-    def offer() -> tuple[SavePlan, dict[Holders, bytes], str | None]:
-        state = split_by_rank(state_dict, planner, rank=exchange.rank, world_size=exchange.group_size)
+    def _offer(self) -> _Offer:
+        planner, exchange = self._planner, self._exchange
+        state = split_by_rank(self._state_dict, planner, rank=exchange.rank, world_size=exchange.group_size)
         planner.set_up(
             state_dict=open_subclasses(state) if planner.flattens else state,
-            storage_meta=writer.plugin.storage_meta(),
+            storage_meta=self._writer.plugin.storage_meta(),
             is_coordinator=exchange.is_coordinator,
         )
-        cancellation.check()
-        writer.set_up(context)
-        return make_local_plan(), replicas.together(), writer.place
+        self._cancellation.check()
+        self._writer.set_up(self._context)
+        return _Offer(self._make_local_plan(), self._replicas.together(), self._writer.place)
 
-    def merge(offers: list[tuple[SavePlan, dict[Holders, bytes], str | None]]) -> Sequence[SavePlan | None]:
-        _check_places([place for _, _, place in offers])
-        offered.extend(plan for plan, _, _ in offers)
-        if differ(marks for _, marks, _ in offers):
+    @paused_collector()
+    def _make_local_plan(self) -> SavePlan:
+        plan = self._planner.plugin.create_local_plan()
+        self._cancellation.check()
+        return self._writer.plugin.prepare_local_plan(plan)
+
+    def _merge(self, offers: list[_Offer]) -> Sequence[SavePlan | None]:
+        _check_places([offer.place for offer in offers])
+        self._offered.extend(offer.plan for offer in offers)
+        if differ(offer.marks for offer in offers):
             return [None] * len(offers)
-        return make_global_plan(offered)
+        return self._make_global_plan(self._offered)
 
-    plan = exchange.decide("plan", offer, merge)
-    if plan is None:
-        plan = replicas.settle(offered, make_local_plan, make_global_plan)
+    @paused_collector()
+    def _make_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        plans, self._metadata = self._planner.plugin.create_global_plan(plans)
+        self._cancellation.check()
+        self._planned = self._writer.plugin.prepare_global_plan(plans)
+        return self._planned
 
-    def write() -> list[WriteResult]:
-        final = planner.finish_plan(plan)
-        if context.progress.is_watched:
-            context.progress.begin(sum(columns_of(final).item_nbytes()))
-        cancellation.check()
+    def _write(self, plan: SavePlan, clock: PhaseClock) -> list[WriteResult]:
+        progress = self._context.progress
+        final = self._planner.finish_plan(plan)
+        if progress.is_watched:
+            progress.begin(sum(columns_of(final).item_nbytes()))
+        self._cancellation.check()
         try:
-            results = writer.write(final, planner)
+            results = self._writer.write(final, self._planner)
         except CancelledError:
-            cancellation.check()
+            self._cancellation.check()
             raise
-        if not exchange.is_coordinator:
+        if not self._exchange.is_coordinator:
             # The coordinator may commit as soon as it is told of the results.
-            cancellation.close()
-        context.progress.end()
-        check_results(final, results, rank=exchange.rank)
+            self._cancellation.close()
+        progress.end()
+        check_results(final, results, rank=self._exchange.rank)
+        # Storages that do not know of progress say the size of each result.
+        clock.count(progress.nbytes_done or sum(result.size_in_bytes or 0 for result in results))
         return results
 
-    def commit(written: list[list[WriteResult]]) -> list[Any]:
+    def _commit(self, written: list[list[WriteResult]]) -> Any:
+        """On the coordinator: commit, and return what the other ranks are told of the checkpoint."""
+        metadata = self._metadata
         assert metadata is not None
-        check_counts(planned, written)
-        cancellation.close()
-        writer.commit(metadata, written)
+        check_counts(self._planned, written)
+        self._cancellation.close()
+        self._writer.commit(metadata, written)
         is_large = len(metadata.storage_data or ()) > _MOST_SENT
-        told = writer.summary_of(metadata) if is_large else metadata
-        return [metadata if rank == exchange.rank else told for rank in range(exchange.world_size)]
-
-    return writer.metadata_of(exchange.decide("write", write, commit))
+        return self._writer.summary_of(metadata) if is_large else metadata
 
 
 def _check_places(places: Sequence[str | None]) -> None:

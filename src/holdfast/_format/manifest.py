@@ -19,11 +19,12 @@ from holdfast._format.description import (
     ints,
 )
 from holdfast._format.item_table import COLUMNS, Column, StorageInfo
+from holdfast._format.stored_record import StoredRecord
 from holdfast.errors import MetadataFormatError
 
 FORMAT_MAJOR = 1
 """Raised when an older reader would misread; a reader refuses a newer one."""
-FORMAT_MINOR = 1
+FORMAT_MINOR = 2
 """Raised when something is added that an older reader may ignore."""
 CHECKSUM_ALGORITHM = "crc32"
 """How blocks and containers are checked: the CRC-32 of zlib and zip."""
@@ -75,6 +76,7 @@ class Manifest(_ItemColumns, kw_only=True):
     paths: list[Any]
     containers: list[Any]
     planner_pickle: bytes | None = None
+    record: StoredRecord | None = None
 
     def item_column(self, name: str) -> "memoryview[int]":
         """A column of the item table by its name there, as integers."""
@@ -182,6 +184,7 @@ def decode(data: bytes | memoryview, *, path: str) -> Manifest:
         or _find_bad_reference(manifest)
         or _find_bad_item(manifest)
         or find_bad_box(manifest)
+        or (manifest.record and manifest.record.find_problem())
     )
     if problem:
         raise _damaged(path, problem)

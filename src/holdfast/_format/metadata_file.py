@@ -20,6 +20,7 @@ torch's own.
 # CRC-32 of all footer bytes before it, and the magic at the very end.
 _FIELDS = struct.Struct("<QQIIII")
 _FOOTER = struct.Struct("<QQIIIII8s")
+FOOTER_NBYTES = _FOOTER.size
 LAYOUT = 1
 
 

@@ -65,10 +65,11 @@ def translated(path: str) -> Iterator[None]:
         raise StorageError(f"{path}: {reason_of(error)} {_hint(error)}".rstrip(), path=path) from error
 
 
-def persist(path: str, request: Callable[[], T]) -> T:
+def persist(path: str, request: Callable[[], T], on_retry: Callable[[], object] | None = None) -> T:
     """Make a request that may be made any number of times; again after errors that may pass.
 
-    obstore does not do so if the answer breaks off in its middle. Errors are ``translated``.
+    obstore does not do so if the answer breaks off in its middle. Errors are ``translated``. ``on_retry`` is
+    called before the request is made again.
     """
     for pause in PAUSES:
         try:
@@ -78,6 +79,8 @@ def persist(path: str, request: Callable[[], T]) -> T:
             if not may_pass(error):
                 raise
             logger.warning("%s Trying again.", error)
+            if on_retry is not None:
+                on_retry()
             rest(pause)
     with translated(path):
         return request()

@@ -18,6 +18,7 @@ from holdfast._io.local_buffers import BUFFER_NBYTES
 from holdfast._io.progress import STRIDE
 from holdfast._io.ring import BufferRing, FullBuffer
 from holdfast._io.streams import byte_view
+from holdfast._transfer_record import RETRY
 from holdfast.errors import ChecksumError, StorageError
 
 if TYPE_CHECKING:
@@ -198,6 +199,12 @@ class BucketReader(FileReader):
                 part[:] = content[first - at : last - at]
             at = end
 
+    def read_whole_blocks(self, offset: int, view: memoryview, crcs: Sequence[int], block_size: int) -> None:
+        """Fill ``view`` with whole blocks, as ``read_blocks_into`` reads them; see FileReader."""
+        self.read_blocks_into(
+            view, payload_offset=offset, payload_nbytes=len(view), crcs=crcs, block_size=block_size
+        )
+
     def _get_checked(self, offset: int, target: memoryview, crcs: Sequence[int], block_size: int) -> None:
         self._check_range(offset, len(target))
         for is_last in (False, True):
@@ -210,6 +217,7 @@ class BucketReader(FileReader):
                 if is_last:
                     raise
                 logger.warning("%s Reading them again.", error)
+                self._note(RETRY)
             else:
                 break
 
@@ -234,7 +242,7 @@ class BucketReader(FileReader):
         if not target:
             return
         try:
-            found = persist(self.path, lambda: self._receive(offset, target))
+            found = persist(self.path, lambda: self._receive(offset, target), lambda: self._note(RETRY))
         except StorageError as error:
             if not isinstance(error.__cause__, PreconditionError):
                 raise

@@ -146,10 +146,16 @@ class FileReader(ABC):
     """Reads byte ranges of one file; any number of threads at the same time.
 
     After an exception the destination holds anything: old bytes, new bytes, or wrong ones.
+
+    Attributes:
+        path: The file.
+        nbytes: Its size.
+        progress: Is told of events such as retries, if there is one. Whoever reads counts the bytes itself.
     """
 
     path: str
     nbytes: int
+    progress: ProgressTracker | None = None
 
     @abstractmethod
     def read_into(self, offset: int, buffer: Buffer) -> None:
@@ -227,6 +233,11 @@ class FileReader(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _note(self, event: str) -> None:
+        """Count something that should not be needed, such as a retry."""
+        if self.progress is not None:
+            self.progress.note(event)
 
     def _check_payload_range(self, start: int, stop: int, payload_nbytes: int) -> None:
         """Raise MetadataFormatError unless a payload has bytes from ``start`` to ``stop``."""

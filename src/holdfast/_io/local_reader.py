@@ -13,6 +13,7 @@ from holdfast._io.copying import copy_bytes
 from holdfast._io.file_access import FileReader
 from holdfast._io.local_buffers import BUFFER_NBYTES, borrow, give_back
 from holdfast._io.local_calls import O_DIRECT, PAGE, naming
+from holdfast._io.progress import BUFFERED
 from holdfast._io.streams import byte_view
 
 SPAN = 32 << 20
@@ -107,6 +108,8 @@ class LocalReader(FileReader):
             fd = os.open(f"/proc/self/fd/{self._fd}", flags)
         except OSError:
             self._direct = False
+            if not through_cache:
+                self._note(BUFFERED)
             self._read_plain(self._fd, offset, view, sums, _STEP_AHEAD)
             return
         try:

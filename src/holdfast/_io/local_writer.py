@@ -6,6 +6,7 @@ from contextlib import suppress
 from holdfast._io.blocks import STEP, BlockSums
 from holdfast._io.file_access import FileWriter
 from holdfast._io.local_calls import PAGE, flush_to_disk, naming, write_fully
+from holdfast._io.progress import BUFFERED
 from holdfast._io.ring import BufferRing, write_each
 from holdfast._io.write_back import BufferOutput
 
@@ -49,6 +50,8 @@ class LocalWriter(FileWriter):
                 flush_to_disk(self._fd)
             if self._output is not None:
                 self._output.release_pages()
+                if self._output.is_refused:
+                    self.progress.note(BUFFERED)
             fd, self._fd = self._fd, -1
             os.close(fd)
 

@@ -120,9 +120,11 @@ class FileSource(ABC):
     Attributes:
         url: How the user would name the place.
         traits: What is fast on this store, and what it can do.
+        reads_whole_rows: Whether what is read is passed on to ranks that need other columns of the same rows.
     """
 
     url: str
+    reads_whole_rows: bool = False
     traits: StoreTraits = StoreTraits()
 
     @property

@@ -69,6 +69,9 @@ class BufferOutput:
         page_cache: The policy.
         nbytes: About how large the file will be.
         save_nbytes: About how much this process will write, in all files.
+
+    Attributes:
+        is_refused: Whether the file system has refused to be written past the page cache.
     """
 
     def __init__(self, fd: int, page_cache: PageCache, nbytes: int, save_nbytes: int) -> None:
@@ -81,6 +84,7 @@ class BufferOutput:
         self._pace = _paces.setdefault(os.fstat(fd).st_dev, DiskPace())
         self._can_direct = bool(O_DIRECT) and page_cache != "keep"
         self._is_direct = False
+        self.is_refused = False
         self._drops = False  # what was written through the page cache is to leave it
         self._dirty: deque[tuple[int, int]] = deque()
         self._begin_stretch()
@@ -124,6 +128,7 @@ class BufferOutput:
             # Some file systems accept O_DIRECT and then refuse the write. Through the page cache it works; or
             # it shows what was really wrong.
             self._can_direct = False
+            self.is_refused = True
             self._choose_way()
             write_fully(self._fd, [buffer], offset)
         self._disk += time.perf_counter() - began
@@ -168,6 +173,7 @@ class BufferOutput:
         if on != self._is_direct:
             self._is_direct = set_direct(self._fd, on) and on
             self._can_direct = self._can_direct and self._is_direct == on
+            self.is_refused = self.is_refused or self._is_direct != on
 
 
 def _ranks_of_host() -> int:

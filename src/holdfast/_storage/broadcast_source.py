@@ -32,6 +32,8 @@ class BroadcastSource(FileSource):
         first: The place in the broadcast of the member that reads first.
     """
 
+    reads_whole_rows = True
+
     def __init__(self, store: FileSource, broadcast: Broadcast, rank: int, first: int) -> None:
         self.url = store.url
         self.traits = store.traits

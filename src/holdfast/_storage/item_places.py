@@ -51,6 +51,13 @@ class ItemPlaces(StoredItems):
                 return row + chunk if self.nbytes[row + chunk] >= 0 else None
         return None
 
+    def chunk_shape(self, key: str, row: int) -> list[int]:
+        """The shape of the chunk of a key's tensor that a row stores."""
+        directory = self.directory
+        number = directory.numbers[key]
+        begin = directory.box_at[number] + (row - directory.row[number]) * directory.ndim[number]
+        return directory.lengths[begin : begin + directory.ndim[number]].tolist()
+
     def _chunk_offset(self, number: int, chunk: int) -> list[int]:
         directory = self.directory
         begin = directory.box_at[number] + chunk * directory.ndim[number]

@@ -6,6 +6,7 @@ from typing import Any
 from holdfast._format import metadata_file
 from holdfast._format.manifest import Manifest, decode
 from holdfast._format.paths import decode_containers, decode_paths
+from holdfast._format.stored_record import open_record
 from holdfast._format.torch_manifest import manifest_of_torch
 from holdfast._format.torch_pickle import read_plain_pickle, read_torch_metadata
 from holdfast._plan.flatten import Container, Structure
@@ -33,7 +34,10 @@ def load_metadata(data: bytes | bytearray, *, path: str, allow_pickle: bool = Fa
     entries = MetadataEntries(manifest, path=path)
     places = StorageData(ItemPlaces(manifest, entries.directory))
     meta = StorageMeta(manifest.checkpoint_id, manifest.save_id or None, None, list(manifest.modules))
-    return Metadata(entries, planner_data, places, meta, version)
+    metadata = Metadata(entries, planner_data, places, meta, version)
+    if manifest.record is not None:
+        metadata.record = open_record(manifest.record, manifest.checkpoint_id or "")
+    return metadata
 
 
 def _planner_data(manifest: Manifest, path: str, *, allow_pickle: bool) -> Any:

@@ -12,11 +12,13 @@ from holdfast._format.description import Description, Directory
 from holdfast._format.item_table import COLUMNS
 from holdfast._format.manifest import Manifest, encode
 from holdfast._format.paths import encode_containers, encode_paths
+from holdfast._format.stored_record import store_record
 from holdfast._format.torch_pickle_writer import write_torch_metadata
 from holdfast._io.blocks import BLOCK_SIZE
 from holdfast._plan.flatten import Container, Path, containers_of
 from holdfast._plan.metadata_entries import boxes_column, column_of, description_of, directory_of
 from holdfast._storage.results import ResultColumns
+from holdfast._transfer_record import TransferRecord
 from holdfast._version import __version__
 from holdfast.errors import IncompleteWriteError
 from holdfast.metadata import Metadata, StorageMeta
@@ -30,8 +32,16 @@ def _as_text(place: Any) -> str:
     return str(place).encode("utf-8", "replace").decode()
 
 
-def make_manifest(metadata: Metadata, results: Sequence[ResultColumns], *, world_size: int) -> Manifest:
+def make_manifest(
+    metadata: Metadata,
+    results: Sequence[ResultColumns],
+    *,
+    world_size: int,
+    record: TransferRecord | None = None,
+) -> Manifest:
     """The manifest of what the metadata describes and the results have written.
+
+    ``record`` is what the save has done until now.
 
     Raises:
         IncompleteWriteError: An item has no result, or two, or one that the metadata does not describe.
@@ -67,6 +77,7 @@ def make_manifest(metadata: Metadata, results: Sequence[ResultColumns], *, world
         paths=encode_paths(description.keys, paths),
         containers=encode_containers(containers),
         planner_pickle=extra,
+        record=None if record is None else store_record(record),
         **described,
         **items,
     )

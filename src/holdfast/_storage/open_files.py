@@ -52,6 +52,7 @@ class SharedFile:
         with self._lock:
             if self._reader is None:
                 self._reader = self.store.open(self.name)
+                self._reader.progress = self._progress
             return self._reader
 
     def job(self, work: Callable[[], None]) -> Callable[[], None]:

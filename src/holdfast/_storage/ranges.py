@@ -10,6 +10,7 @@ from holdfast._io.blocks import crc32
 from holdfast._storage.destinations import Destination
 from holdfast._storage.item_reader import Chunk, ItemReader
 from holdfast._storage.strips import StripRead, rows_of
+from holdfast._storage.whole_rows import WholeRows, whole_rows
 from holdfast._tensors.host import memory_of
 
 SCRATCH = 32 * 1024 * 1024
@@ -40,6 +41,8 @@ class ByteRange(NamedTuple):
         start: The first byte of the payload that it needs.
         nbytes: How many bytes from there on hold it, with what lies between its rows.
         is_run: Whether nothing lies between: the bytes are the piece.
+        skipped: How many elements before the piece are read, too, because other ranks need them; None if it
+            is read for this rank alone.
     """
 
     offsets: tuple[int, ...]
@@ -47,6 +50,7 @@ class ByteRange(NamedTuple):
     start: int
     nbytes: int
     is_run: bool
+    skipped: int | None = None
 
 
 def _ranges_of(
@@ -57,6 +61,7 @@ def _ranges_of(
     *,
     run_limit: int | None,
     block: int,
+    only_runs: bool = False,
 ) -> Iterator[ByteRange]:
     """Cut a box of a row-major chunk into pieces to be read.
 
@@ -68,6 +73,7 @@ def _ranges_of(
         run_limit: The most bytes of a piece that is one run; None if such a piece needs no scratch memory.
         block: The unit in which bytes are checked, and so read, whatever is wanted of them; 0 if they are
             not.
+        only_runs: Whether no piece may have anything between its rows.
     """
     if 0 in lengths:
         return
@@ -86,7 +92,7 @@ def _ranges_of(
         # If there is no whole block between two rows, all that lies between them is read to be checked.
         is_read = dimension is not None and strides[dimension] * itemsize <= block
         most = SCRATCH if is_read else max(_WASTE * volume(size) * itemsize, _ALWAYS_FINE)
-        if not is_run and span <= min(SCRATCH, most):
+        if not is_run and not only_runs and span <= min(SCRATCH, most):
             yield ByteRange(at, size, first * itemsize, span, is_run=False)
             continue
         if dimension is None:
@@ -103,7 +109,12 @@ def _ranges_of(
 
 
 def ranges_for(
-    chunk: Chunk, destination: Destination, run_limit: int, *, is_checked: bool = False
+    chunk: Chunk,
+    destination: Destination,
+    run_limit: int,
+    *,
+    is_checked: bool = False,
+    reads_whole_rows: bool = False,
 ) -> Iterator[ByteRange]:
     """The ranges of the box that is wanted of a chunk, in the order of the file.
 
@@ -112,16 +123,43 @@ def ranges_for(
         destination: Where the box goes.
         run_limit: The most bytes of a range that is one run.
         is_checked: Whether every block that a range has a part of is read, to be checked.
+        reads_whole_rows: Whether other ranks that need other columns of the same rows read with this one.
     """
     item = destination.item
+    offsets, lengths, itemsize = tuple(item.storage_offsets), tuple(item.lengths), chunk.dtype.itemsize
+    block_size = chunk.info.block_size
+    if reads_whole_rows:
+        rows = whole_rows(chunk.shape, offsets, lengths, itemsize, block_size)
+        if rows is not None:
+            return _ranges_of_rows(chunk, rows, offsets, lengths, is_checked=is_checked)
     return _ranges_of(
-        chunk.shape,
-        tuple(item.storage_offsets),
-        tuple(item.lengths),
-        chunk.dtype.itemsize,
-        run_limit=run_limit,
-        block=chunk.info.block_size if is_checked else 0,
+        chunk.shape, offsets, lengths, itemsize, run_limit=run_limit, block=block_size if is_checked else 0
     )
+
+
+def _ranges_of_rows(
+    chunk: Chunk, rows: WholeRows, offsets: tuple[int, ...], lengths: tuple[int, ...], *, is_checked: bool
+) -> Iterator[ByteRange]:
+    """The same ranges of whole rows on every rank, each with what this rank needs of them."""
+    columns, itemsize = rows.columns, chunk.dtype.itemsize
+    unit = chunk.info.block_size if is_checked else 1
+    strides = row_major_strides(chunk.shape)
+    before = sum(o * s for o, s in zip(offsets[columns:], strides[columns:], strict=True))
+    # A row is shorter than SCRATCH, so that none is cut.
+    runs = _ranges_of(
+        chunk.shape, rows.offsets, rows.lengths, itemsize, run_limit=SCRATCH, block=0, only_runs=True
+    )
+    for run in runs:
+        start = run.start - run.start % unit
+        end = min(chunk.nbytes, -(-(run.start + run.nbytes) // unit) * unit)
+        yield ByteRange(
+            run.offsets,
+            (*run.lengths[:columns], *lengths[columns:]),
+            start,
+            end - start,
+            is_run=False,
+            skipped=(run.start - start) // itemsize + before,
+        )
 
 
 class RangeRead(NamedTuple):
@@ -140,7 +178,8 @@ class RangeRead(NamedTuple):
             self.destination.touch()
             self.reader.read(piece.start, memory)
             return 0 if checksum is None else crc32(memory, checksum)
-        as_rows = rows_of(chunk, piece.lengths, piece.start, piece.nbytes) if checksum is None else None
+        is_for_this_rank = checksum is None and piece.skipped is None
+        as_rows = rows_of(chunk, piece.lengths, piece.start, piece.nbytes) if is_for_this_rank else None
         if as_rows is not None:
             parts = self.reader, chunk, self.destination, piece.offsets, piece.lengths
             StripRead(*parts, as_rows).deliver()
@@ -149,7 +188,7 @@ class RangeRead(NamedTuple):
             scratch = torch.empty(piece.nbytes // chunk.dtype.itemsize, dtype=chunk.dtype)
             content = memory_of(scratch)
             self.reader.read(piece.start, content)
-            rows = scratch.as_strided(piece.lengths, row_major_strides(chunk.shape))
+            rows = scratch.as_strided(piece.lengths, row_major_strides(chunk.shape), piece.skipped or 0)
             self.destination.put(piece.offsets, rows)
             return 0 if checksum is None else crc32(content, checksum)
 

@@ -1,6 +1,7 @@
 """Carrying out a load plan together with other ranks, so that what several of them need is read once."""
 
 import hashlib
+import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from holdfast._storage.broadcast_source import BroadcastSource
 from holdfast._storage.common_lines import Group, Offer, find_groups
 from holdfast._storage.item_places import ItemPlaces, places_of
 from holdfast._storage.read_requests import columns_in
+from holdfast._storage.whole_rows import whole_rows
 from holdfast._tensors.chunks import is_tensor, local_parts
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner
@@ -80,6 +82,7 @@ class _Names:
         # Who asks its planner for each tensor reads in other portions than who does not.
         self.values = own_values(planner, "resolve_tensor")
         self.lines: dict[int, int] = {}
+        self._parts: dict[int, tuple[Any, ...]] = {}
         doubles = set()
         for number, name in self._names():
             if self.lines.setdefault(name, number) != number:
@@ -90,8 +93,7 @@ class _Names:
     def _names(self) -> Iterator[tuple[int, int]]:
         columns, style = self.columns, self.values is not None
         for number, row in enumerate(columns.rows):
-            box = columns.boxes.get(number)
-            part = None if box is None else (tuple(box.storage_offsets), tuple(box.lengths))
+            self._parts[number] = part = self._part(number)
             form = None
             if self.places.payload_nbytes[row] < 0:
                 # How torch's items are read depends on the memory that they go to.
@@ -100,6 +102,21 @@ class _Names:
                 form = _form_of(self.values[columns.keys[number]])
             digest = hashlib.blake2b(repr((style, row, part, form)).encode(), digest_size=8).digest()
             yield number, int.from_bytes(digest, "little", signed=True)
+
+    def _part(self, number: int) -> tuple[Any, ...]:
+        """Which part of its stored item a line reads: whole rows, if it needs some columns of them."""
+        box = self.columns.boxes.get(number)
+        if box is None:
+            return ()
+        row = self.columns.rows[number]
+        offsets, lengths = tuple(box.storage_offsets), tuple(box.lengths)
+        if self.places.payload_nbytes[row] > 0 and self.places.is_plain(row) and not box.is_whole:
+            shape = self.places.chunk_shape(self.columns.keys[number], row)
+            itemsize = self.places.payload_nbytes[row] // math.prod(shape)
+            rows = whole_rows(shape, offsets, lengths, itemsize, self.places.manifest.block_size)
+            if rows is not None:
+                return (*rows.offsets, *rows.lengths, "whole rows")
+        return *offsets, *lengths
 
     def offer(self) -> tuple[bytes, bytes]:
         """The names, and about how many bytes each stands for."""
@@ -115,13 +132,8 @@ class _Names:
 
     def in_order(self, names: Sequence[int]) -> list[int]:
         """The lines of those names in the order of the manifest's rows: the same on every member."""
-        rows, boxes = self.columns.rows, self.columns.boxes
-
-        def place(number: int) -> tuple[Any, ...]:
-            box = boxes.get(number)
-            return (rows[number],) if box is None else (rows[number], *box.storage_offsets, *box.lengths)
-
-        return sorted((self.lines[name] for name in names), key=place)
+        rows = self.columns.rows
+        return sorted((self.lines[name] for name in names), key=lambda n: (rows[n], self._parts[n]))
 
     def of_kind(self, lines: list[int], *, objects: bool) -> list[int]:
         """Those of the lines that are objects, or those that are not."""
@@ -138,7 +150,8 @@ class _Names:
         stored = max(self.places.nbytes[row], 0)
         if box is None or not self.places.payload_nbytes[row] > 0:
             return stored
-        return min(stored, 8 * box.lengths.numel())
+        lengths = self._parts[number][len(box.lengths) : 2 * len(box.lengths)]
+        return int(min(stored, 8 * math.prod(lengths)))
 
 
 def _form_of(value: Any) -> Any:

@@ -252,7 +252,10 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
         ours.storage_meta = self.storage_meta()
         columns = [result_columns(to_ours(of_rank)) for of_rank in results]
         world_size = self._world_size if self._own_rank is None else _group_size()
-        manifest = make_manifest(ours, columns, world_size=world_size)
+        recorder = self.context.recorder
+        manifest = make_manifest(
+            ours, columns, world_size=world_size, record=None if recorder is None else recorder.at_commit
+        )
         ours.storage_data = StorageData(ItemPlaces(manifest, directory_of(ours)))
         self._take_lease()
         try:

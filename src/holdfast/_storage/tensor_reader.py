@@ -21,7 +21,15 @@ def tensor_jobs(reader: ItemReader, chunk: Chunk, item: ReadItem) -> list[Callab
         return [_job(destination, lambda: deliver_transformed(reader, chunk, destination))]
     if not reader.info.is_located:
         return [_job(destination, lambda: deliver_torch_written(reader, chunk, destination))]
-    ranges = list(ranges_for(chunk, destination, _PIECE, is_checked=reader.is_verified))
+    ranges = list(
+        ranges_for(
+            chunk,
+            destination,
+            _PIECE,
+            is_checked=reader.is_verified,
+            reads_whole_rows=reader.file.store.reads_whole_rows,
+        )
+    )
     if not ranges:
         return [_job(destination, destination.target)]
     destination.waiting = len(ranges)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Must change when anything changes that the two ends have to agree on."""
 
 READY, REQUEST, DONE, FAILED = range(4)

@@ -3,15 +3,18 @@
 import contextlib
 import pickle
 import threading
+import time
 from concurrent import futures
 from typing import Any
 
+from holdfast._context import SaveContext
 from holdfast._engine.ports import SavePlannerPort, WriterPort
 from holdfast._plan.write_columns import columns_of
 from holdfast._staging.staged import StagedState
 from holdfast._writer_process.client import ready_writer_process
 from holdfast._writer_process.process_messages import DONE, ProcessMessage
 from holdfast._writer_process.request_planner import request_planner
+from holdfast._writer_process.returned_state import WriteAnswer
 from holdfast._writer_process.save_request import SaveRequest, pack
 from holdfast._writer_process.shared_progress import ProgressSlot
 from holdfast.errors import RemoteError, UsageError
@@ -47,6 +50,12 @@ class ProcessWriter(WriterPort):
         self._slot: ProgressSlot | None = None
         self._reply: futures.Future[ProcessMessage] | None = None
         self._is_cancelled = False
+        self._context: SaveContext | None = None
+
+    def set_up(self, context: SaveContext) -> None:
+        """Tell the writer of the save that begins."""
+        self._context = context
+        super().set_up(context)
 
     def write(self, plan: SavePlan, planner: SavePlannerPort) -> list[WriteResult]:
         """Have the writer process write, and wait until the data is on stable storage.
@@ -58,6 +67,7 @@ class ProcessWriter(WriterPort):
             StorageError: The writer process could not be started, or has died.
             CancelledError: ``cancel`` was called.
         """
+        began = time.perf_counter()
         self._refuse_if_cancelled()
         self._staged.wait()
         self.expect_files(plan)
@@ -76,11 +86,21 @@ class ProcessWriter(WriterPort):
         message = reply.result()
         if message.kind != DONE:
             raise _failure_in(message, process.pid)
-        results: list[WriteResult]
-        results, changed = pickle.loads(message.body)
+        answer: WriteAnswer
+        answer, changed = pickle.loads(message.body)
         for name, value in changed.items():
             setattr(self.plugin, name, value)
+        self._take_measures(answer, slot.nbytes_done, time.perf_counter() - began)
+        results: list[WriteResult] = answer.results
         return results
+
+    def _take_measures(self, answer: WriteAnswer, nbytes: int, seconds: float) -> None:
+        """Take over what the writer process has counted, and tell its work from the way there and back."""
+        context = self._context
+        if context is not None:
+            context.progress.adopt(nbytes, answer.events)
+            if context.recorder is not None:
+                context.recorder.clock.insert_before("hand over", seconds - answer.seconds)
 
     def cancel(self) -> None:
         """Stop the write within a few MiB. Returns at once; an uncommitted save will not be committed.

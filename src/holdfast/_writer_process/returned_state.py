@@ -9,12 +9,26 @@ import pickle
 from collections import deque
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast._context import SaveContext
 from holdfast.errors import UsageError
 
 _NOT_LOOKED_INTO = (type, ModuleType, FunctionType, BuiltinFunctionType, SaveContext)
+
+
+class WriteAnswer(NamedTuple):
+    """What the writer process tells of a write besides what its storage writer has noted.
+
+    Attributes:
+        results: What ``write_data`` has returned.
+        seconds: How long that took. The rest of the time that the trainer waited went into handing over.
+        events: How often something happened that should not be needed.
+    """
+
+    results: Any
+    seconds: float
+    events: dict[str, int]
 
 
 class ReturnedState:
@@ -29,8 +43,8 @@ class ReturnedState:
         # The objects themselves, not their ids: an object that is dropped may leave its id to another one.
         self._before = {name: _reachable(value) for name, value in _state(writer).items()}
 
-    def pickled(self, results: Any) -> bytes:
-        """Pickle the results of a write, and a dict of the changed attributes.
+    def pickled(self, answer: Any) -> bytes:
+        """Pickle the answer to a request, and a dict of the changed attributes.
 
         Raises:
             UsageError: A changed attribute cannot be pickled; the error names it.
@@ -41,7 +55,7 @@ class ReturnedState:
             if name not in self._before or not _same(self._before[name], _reachable(value))
         }
         try:
-            return pickle.dumps((results, changed), pickle.HIGHEST_PROTOCOL)
+            return pickle.dumps((answer, changed), pickle.HIGHEST_PROTOCOL)
         except Exception as error:
             names = [name for name, value in changed.items() if pickling_error(value, pickle.dumps)]
             which = ", ".join(f"{type(self._writer).__qualname__}.{name}" for name in names) or "its results"

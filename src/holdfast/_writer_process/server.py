@@ -9,13 +9,14 @@ import pickle
 import queue
 import socket
 import threading
+import time
 import traceback
 
 from holdfast._io.progress import ProgressTracker
 from holdfast._version import __version__
 from holdfast._writer_process import process_messages as messages
 from holdfast._writer_process.process_messages import ProcessMessage
-from holdfast._writer_process.returned_state import ReturnedState
+from holdfast._writer_process.returned_state import ReturnedState, WriteAnswer
 from holdfast._writer_process.save_request import RequestHeader, current_folder, unpack, unpack_header
 from holdfast._writer_process.shared_progress import ProgressSlot, SharedProgress
 from holdfast.errors import RemoteError, StorageError, portable_failure
@@ -104,12 +105,15 @@ def _write(header: RequestHeader, rest: memoryview, fd: int, slot: ProgressSlot)
         return mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY)
 
     check_cancelled()
-    request = unpack(header, rest, staged_memory, ProgressTracker(report))
+    tracker = ProgressTracker(report)
+    request = unpack(header, rest, staged_memory, tracker)
     request.planner.check_cancelled = check_cancelled
     returned = ReturnedState(request.writer)
+    began = time.perf_counter()
     results = request.writer.write_data(request.plan, request.planner).wait()
+    seconds = time.perf_counter() - began
     check_cancelled()
-    return returned.pickled(results)
+    return returned.pickled(WriteAnswer(results, seconds, tracker.events))
 
 
 def _described_somehow(error: BaseException) -> bytes:

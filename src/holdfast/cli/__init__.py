@@ -1,6 +1,6 @@
-"""The command ``holdfast``: looks into checkpoints and checks them, without torch.
+"""The command ``holdfast``: looks into checkpoints, checks, compares and copies them.
 
-Results go to stdout, errors to stderr in one line. No command changes anything on disk.
+Results go to stdout, errors to stderr in one line. No command but ``cp`` changes anything on disk.
 """
 
 import argparse

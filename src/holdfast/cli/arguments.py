@@ -8,13 +8,13 @@ __all__ = ["make_parser"]
 
 _ABOUT = """\
 Look into checkpoints and check them: those of holdfast, and those of
-torch.distributed.checkpoint. Needs neither torch nor the model, and changes nothing.
+torch.distributed.checkpoint. Looking needs neither torch nor the model, and changes nothing.
 """
 
 _EPILOG = """\
 exit codes:
   0  fine
-  1  the checkpoint is damaged
+  1  the checkpoint is damaged, or differs from the other one
   2  the command was used wrongly
   3  there is no checkpoint, or it cannot be read
 
@@ -60,6 +60,69 @@ examples:
 """
 
 
+_TRACE = """\
+Tell what the save of a checkpoint did: for each phase how long it took, on which rank it took longest,
+and how long ranks waited for others. With -o, also write it as a trace for Perfetto (ui.perfetto.dev) and
+chrome://tracing, with one row for each rank. The commit itself is not in it.
+"""
+
+_TRACE_EXAMPLES = """\
+examples:
+  holdfast trace run/step-1000
+  holdfast trace run/step-1000 -o trace.json
+  holdfast trace run/step-1000 --json | jq '.record.slowest'
+"""
+
+
+_CP = """\
+Copy a checkpoint to another place: a folder or a URL. Files are copied as they are. The copy is read back
+and every byte is compared with the recorded checksums. Only then it becomes a checkpoint, in one step: a
+checkpoint that was there before stays whole until then.
+"""
+
+_CP_EXAMPLES = """\
+examples:
+  holdfast cp run/step-1000 s3://bucket/run/step-1000
+  holdfast cp s3://bucket/run/step-1000 /scratch/step-1000 --overwrite
+"""
+
+_DIFF = """\
+Compare two checkpoints: keys, shapes, dtypes and values. Values with equal checksums are equal and are not
+read. Of all others the size of the difference is told, for which torch is needed.
+"""
+
+_DIFF_EXAMPLES = """\
+examples:
+  holdfast diff run/step-1000 run/step-2000
+  holdfast diff run/step-1000 s3://bucket/run/step-1000 -q && echo equal
+  holdfast diff run/step-1000 run/step-2000 --json | jq '.values[].key'
+"""
+
+_BENCH = """\
+Measure how fast a folder or URL takes and gives checkpoints: durable saves, loads from the disk and loads
+from memory, each beside stock torch, and whether other settings than the defaults would be faster. Needs
+torch. All that is written is removed again.
+"""
+
+_BENCH_EXAMPLES = """\
+examples:
+  holdfast bench /mnt/checkpoints
+  holdfast bench /mnt/checkpoints --size 8GiB --rounds 5
+  holdfast bench s3://bucket/somewhere
+"""
+
+
+_COMPLETION = """\
+Print a script by which a shell completes the commands and options of holdfast.
+"""
+
+_COMPLETION_EXAMPLES = """\
+examples:
+  holdfast completion bash > ~/.local/share/bash-completion/completions/holdfast
+  holdfast completion zsh > "${fpath[1]}/_holdfast"
+"""
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line. ``command`` is None where none was given."""
     parser = argparse.ArgumentParser(
@@ -73,6 +136,14 @@ def make_parser() -> argparse.ArgumentParser:
     _add_ls(_command(commands, "ls", "list tensors and objects", _LS, _LS_EXAMPLES))
     _add_show(_command(commands, "show", "what made it, when, how large, which files", _SHOW, ""))
     _add_verify(_command(commands, "verify", "check every byte", _VERIFY, _VERIFY_EXAMPLES))
+    _add_trace(_command(commands, "trace", "how long the save took, and where", _TRACE, _TRACE_EXAMPLES))
+    _add_cp(_command(commands, "cp", "copy it to another place, checked", _CP, _CP_EXAMPLES))
+    _add_diff(_command(commands, "diff", "compare it with another one", _DIFF, _DIFF_EXAMPLES))
+    _add_bench(_command(commands, "bench", "how fast a storage is", _BENCH, _BENCH_EXAMPLES))
+    completion = _bare_command(
+        commands, "completion", "completion of words by the shell", _COMPLETION, _COMPLETION_EXAMPLES
+    )
+    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="for which shell")
     return parser
 
 
@@ -83,16 +154,27 @@ def _command(
     about: str,
     examples: str,
 ) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
+    """A command on one checkpoint."""
+    parser = _bare_command(commands, name, summary, about, examples)
+    parser.add_argument("path", metavar="PATH", help=_PATH_HELP)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    return parser
+
+
+def _bare_command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    summary: str,
+    about: str,
+    examples: str,
+) -> argparse.ArgumentParser:
+    return commands.add_parser(
         name,
         help=summary,
         description=about,
         epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("path", metavar="PATH", help=_PATH_HELP)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    return parser
 
 
 def _add_ls(parser: argparse.ArgumentParser) -> None:
@@ -119,6 +201,55 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=_positive, metavar="N", help="how many threads read; default: 4 or fewer"
     )
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", "--output", metavar="FILE", help="write a trace in the JSON format of Chrome")
+
+
+def _add_cp(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="TARGET", help="where to: a folder or URL, which need not exist")
+    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is there")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing, and no progress")
+
+
+def _add_diff(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("other", metavar="OTHER", help="the checkpoint to compare with")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing: the exit code tells")
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--size",
+        type=_size,
+        default=1 << 30,
+        metavar="SIZE",
+        help="how much to save, such as 4GiB; default: 1GiB",
+    )
+    parser.add_argument("--rounds", type=_positive, default=3, metavar="N", help="how often; default: 3")
+
+
+_SIZE_UNITS = {
+    "": 1,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "K": 1 << 10,
+    "M": 1 << 20,
+    "G": 1 << 30,
+}
+
+
+def _size(text: str) -> int:
+    number = text.rstrip("KMGiBkmgb")
+    unit = text[len(number) :].upper()
+    try:
+        size = int(float(number) * _SIZE_UNITS[unit])
+    except (KeyError, ValueError):
+        raise argparse.ArgumentTypeError(f"must be a size such as 512MiB or 4GiB, not {text!r}") from None
+    if size < 1 << 20:
+        raise argparse.ArgumentTypeError(f"must be 1MiB or more, not {text}")
+    return size
 
 
 def _positive(text: str) -> int:

@@ -10,9 +10,9 @@ from holdfast._io.store import FileSource
 from holdfast.cli.inventory import Inventory, read_inventory
 from holdfast.errors import CheckpointNotFoundError
 
-__all__ = ["Checkpoint", "find_checkpoint"]
+__all__ = ["LARGEST_METADATA", "Checkpoint", "find_checkpoint"]
 
-_LARGEST_METADATA = 16 << 30
+LARGEST_METADATA = 16 << 30
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Checkpoint:
 
     def read(self, rank: int | None, name: str) -> Inventory:
         """Read one of the metadata files."""
-        data = self.store.read(name, max_bytes=_LARGEST_METADATA)
+        data = self.store.read(name, max_bytes=LARGEST_METADATA)
         return read_inventory(data, path=os.path.join(self.store.url, name), rank=rank)
 
 

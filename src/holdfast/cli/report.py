@@ -1,18 +1,11 @@
-"""What a verification finds, collected from many threads, and how far it has come."""
+"""What a verification finds, collected from many threads."""
 
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import Any
 
-from holdfast.cli.text import size_text
-
-__all__ = ["Damage", "ProgressBar", "Report", "shortened"]
-
-_BAR = 30
-_REDRAW = 0.1  # seconds
+__all__ = ["Damage", "Report", "shortened"]
 
 
 @dataclass
@@ -104,37 +97,6 @@ def _place(damage: Damage) -> tuple[Any, ...]:
 
 def _end(damage: Damage) -> int:
     return (damage.offset or 0) + (damage.nbytes or 0)
-
-
-class ProgressBar:
-    """One line on a terminal that is drawn over and over: how much of how many bytes, and how fast."""
-
-    def __init__(self, total: int, stream: TextIO | None = None) -> None:
-        self._total = total
-        self._done = 0
-        self._stream = stream or sys.stderr
-        self._began = self._drawn = time.monotonic()
-
-    def advance(self, nbytes: int) -> None:
-        """So many bytes more are done. Called by one thread at a time."""
-        self._done += nbytes
-        now = time.monotonic()
-        if now - self._drawn >= _REDRAW:
-            self._drawn = now
-            self._draw(now)
-
-    def _draw(self, now: float) -> None:
-        share = min(1.0, self._done / self._total) if self._total else 1.0
-        bar = "#" * round(share * _BAR)
-        rate = self._done / max(now - self._began, 1e-9)
-        text = f"{size_text(self._done)} of {size_text(self._total)}, {size_text(int(rate))}/s"
-        self._stream.write(f"\r\033[K[{bar:<{_BAR}}] {share:4.0%} {text}")
-        self._stream.flush()
-
-    def clear(self) -> None:
-        """Leave the line empty for what comes next."""
-        self._stream.write("\r\033[K")
-        self._stream.flush()
 
 
 def shortened(keys: Iterable[str], most: int = 3) -> str:

@@ -7,23 +7,9 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, TextIO
 
+from holdfast._human_units import size_text
+
 __all__ = ["Style", "aligned", "counted", "printable", "shape_text", "size_text", "write_json", "write_lines"]
-
-_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-
-
-def size_text(nbytes: int | None) -> str:
-    """A size for people; ``?`` for one that is not known."""
-    if nbytes is None:
-        return "?"
-    if nbytes < 1024:
-        return f"{nbytes} B"
-    value, unit = nbytes / 1024, 0
-    # 1023.96 would be printed as 1024.0.
-    while value >= 1023.95 and unit < len(_UNITS) - 1:
-        value /= 1024
-        unit += 1
-    return f"{value:.1f} {_UNITS[unit]}"
 
 
 @lru_cache(maxsize=4096)  # models repeat their shapes layer by layer

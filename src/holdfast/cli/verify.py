@@ -13,9 +13,10 @@ from holdfast.cli.checking_torch import LIMITS
 from holdfast.cli.exit_codes import DAMAGED, FINE, exit_code
 from holdfast.cli.inventory import Inventory
 from holdfast.cli.opening import Checkpoint, find_checkpoint
-from holdfast.cli.report import Damage, ProgressBar, Report, shortened
+from holdfast.cli.report import Damage, Report, shortened
 from holdfast.cli.text import Style, counted, printable, size_text, write_json, write_lines
 from holdfast.errors import CheckpointError, IntegrityError
+from holdfast.progress_display import tracking
 
 __all__ = ["run"]
 
@@ -60,15 +61,12 @@ def _run_jobs(
     jobs: list[Callable[[], None]], parts: list[Inventory], report: Report, arguments: argparse.Namespace
 ) -> None:
     threads = arguments.threads or min(_MOST_THREADS, os.cpu_count() or 1)
-    bar = None
-    if Style(sys.stderr).is_terminal and not (arguments.quiet or arguments.json):
-        bar = ProgressBar(sum(nbytes for part in parts for nbytes in part.files.values()))
-        report.on_progress = bar.advance
-    try:
+    is_shown = Style(sys.stderr).is_terminal and not (arguments.quiet or arguments.json)
+    with tracking(is_shown, f"checking {printable(arguments.path)}") as tracker:
+        if tracker is not None:
+            tracker.begin(sum(nbytes for part in parts for nbytes in part.files.values()))
+            report.on_progress = tracker.advance
         pool.run([_guarded(job, report) for job in jobs], threads=threads)
-    finally:
-        if bar is not None:
-            bar.clear()
 
 
 def _guarded(job: Callable[[], None], report: Report) -> Callable[[], None]:

@@ -1,0 +1,35 @@
+"""Bytes, rates and seconds as people read them."""
+
+__all__ = ["rate_text", "seconds_text", "size_text"]
+
+_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+
+def size_text(nbytes: int | None) -> str:
+    """A size for people; ``?`` for one that is not known."""
+    if nbytes is None:
+        return "?"
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    value, unit = nbytes / 1024, 0
+    # 1023.96 would be printed as 1024.0.
+    while value >= 1023.95 and unit < len(_UNITS) - 1:
+        value /= 1024
+        unit += 1
+    return f"{value:.1f} {_UNITS[unit]}"
+
+
+def rate_text(nbytes_per_second: float) -> str:
+    """Bytes a second for people."""
+    return f"{size_text(int(nbytes_per_second))}/s"
+
+
+def seconds_text(seconds: float) -> str:
+    """A duration for people: ``0.012 s``, ``3.4 s``, ``2:05 min``, ``1:02:03 h``."""
+    if seconds < 0.995:
+        return f"{seconds:.3f} s"
+    if seconds < 99.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02} h" if hours else f"{minutes}:{rest:02} min"

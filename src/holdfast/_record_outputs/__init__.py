@@ -1,0 +1,1 @@
+"""Records of saves and loads in the forms that other tools read."""

@@ -1,0 +1,199 @@
+"""``holdfast diff``: what two checkpoints have in common, and by how much their values differ."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from holdfast.cli.exit_codes import FINE
+from holdfast.cli.inventory import Inventory, ObjectEntry, StoredChunk, TensorEntry
+from holdfast.cli.opening import Checkpoint, find_checkpoint
+from holdfast.cli.text import Style, counted, printable, shape_text, write_json, write_lines
+from holdfast.errors import UsageError
+
+__all__ = ["run"]
+
+DIFFERENT = 1
+"""The exit code for checkpoints that differ."""
+
+_BATCH_NBYTES = 256 << 20
+"""How much of each checkpoint is in memory at once, to see by how much values differ."""
+
+Entry = TensorEntry | ObjectEntry
+
+
+@dataclass
+class _Difference:
+    """What two checkpoints differ in.
+
+    Attributes:
+        only_first: Keys that the second one does not have.
+        only_second: Keys that the first one does not have.
+        kinds: Keys with another shape, dtype or kind, with both in words.
+        values: Keys with other values, with the size of the difference.
+        equal: How many keys are equal.
+        by_checksum: How many of these were found equal by their checksums, without being read.
+    """
+
+    only_first: list[str] = field(default_factory=list)
+    only_second: list[str] = field(default_factory=list)
+    kinds: list[dict[str, str]] = field(default_factory=list)
+    values: list[dict[str, Any]] = field(default_factory=list)
+    equal: int = 0
+    by_checksum: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is none."""
+        return not (self.only_first or self.only_second or self.kinds or self.values)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare, print what differs, and return the exit code."""
+    found = _compare(arguments.path, arguments.other)
+    if arguments.json:
+        paths = {"schema": "holdfast.diff/1", "path": arguments.path, "other": arguments.other}
+        write_json({**paths, "equal_checkpoints": found.is_empty, **asdict(found)})
+    elif not arguments.quiet:
+        write_lines(_lines(arguments, found))
+    return FINE if found.is_empty else DIFFERENT
+
+
+def _compare(first: str, second: str) -> _Difference:
+    places = find_checkpoint(first), find_checkpoint(second)
+    ours, theirs = ({entry.key: entry for entry in _read(place).entries} for place in places)
+    found = _Difference(
+        only_first=[key for key in ours if key not in theirs],
+        only_second=[key for key in theirs if key not in ours],
+    )
+    unknown: list[Entry] = []
+    for key, entry in ours.items():
+        other = theirs.get(key)
+        if other is None:
+            continue
+        if _kind(entry) != _kind(other):
+            found.kinds.append({"key": key, "first": _kind(entry), "second": _kind(other)})
+        elif _has_equal_checksums(entry, other):
+            found.by_checksum += 1
+        else:
+            unknown.append(entry)
+    found.equal = found.by_checksum
+    for batch in _batches(unknown):
+        one, other_one = (_values(place.store.url, batch) for place in places)
+        for entry in batch:
+            difference = _difference(one.pop(entry.key), other_one.pop(entry.key))
+            if difference is None:
+                found.equal += 1
+            else:
+                found.values.append({"key": entry.key, **difference})
+    return found
+
+
+def _read(checkpoint: Checkpoint) -> Inventory:
+    rank, name = checkpoint.metadata_names[0]
+    if rank is not None:
+        raise UsageError(
+            f"{checkpoint.store.url}: parts that ranks saved each for itself are not compared",
+            path=checkpoint.store.url,
+        )
+    return checkpoint.read(rank, name)
+
+
+def _kind(entry: Entry) -> str:
+    return f"{entry.dtype} {shape_text(entry.shape)}" if isinstance(entry, TensorEntry) else "an object"
+
+
+def _has_equal_checksums(first: Entry, second: Entry) -> bool:
+    """Whether both are stored in the same chunks with the same checksums; False if that is not known."""
+    sums = _checksums(first)
+    return sums is not None and sums == _checksums(second)
+
+
+def _checksums(entry: Entry) -> Any:
+    """The checksums of all chunks, by their place in the tensor; None if they do not tell the values."""
+    chunks = [StoredChunk((), (), entry.item)] if isinstance(entry, ObjectEntry) else entry.chunks
+    found = {}
+    for offsets, lengths, item in chunks:
+        # What torch wrote has no checksums; those of transformed items are of what the transform made.
+        if item is None or item.payload_nbytes < 0 or item.transform_descriptors:
+            return None
+        found[offsets] = (lengths, item.block_size, item.payload_nbytes, bytes(item.checksums))
+    return found
+
+
+def _batches(entries: list[Entry]) -> Iterator[list[Entry]]:
+    """The entries in groups whose values fit into memory, or one by one if a single one is larger."""
+    batch: list[Entry] = []
+    nbytes = 0
+    for entry in entries:
+        size = (entry.nbytes or 0) if isinstance(entry, TensorEntry) else 0
+        if batch and nbytes + size > _BATCH_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(entry)
+        nbytes += size
+    if batch:
+        yield batch
+
+
+def _values(url: str, entries: list[Entry]) -> dict[str, Any]:
+    """The values of some keys."""
+    # All of these bring torch, which takes seconds: only what checksums do not tell needs it.
+    import torch  # noqa: PLC0415
+
+    from holdfast.default_planner import DefaultLoadPlanner  # noqa: PLC0415
+    from holdfast.state_dict_loader import load  # noqa: PLC0415
+
+    values: dict[str, Any] = {
+        entry.key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        if isinstance(entry, TensorEntry)
+        else None
+        for entry in entries
+    }
+    planner = DefaultLoadPlanner(flatten_state_dict=False, strict=False)
+    load(values, checkpoint_id=url, planner=planner, no_dist=True)
+    return values
+
+
+def _difference(one: Any, other: Any) -> dict[str, Any] | None:
+    """How much two values differ; None if they are equal."""
+    import torch  # noqa: PLC0415
+
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return None if one == other else {"first": repr(one)[:80], "second": repr(other)[:80]}
+    # By their bytes: a NaN is not equal to itself.
+    if torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (one, other))):
+        return None
+    exact = torch.complex128 if one.is_complex() else torch.float64
+    first, second = one.to(exact), other.to(exact)
+    distance = (first - second).abs().nan_to_num()
+    return {
+        "differing": int(torch.count_nonzero(first != second)),
+        "elements": one.numel(),
+        "largest": float(distance.max()),
+        "mean": float(distance.mean()),
+    }
+
+
+def _lines(arguments: argparse.Namespace, found: _Difference) -> Iterator[str]:
+    style = Style(sys.stdout)
+    for keys, path in ((found.only_first, arguments.path), (found.only_second, arguments.other)):
+        for key in keys:
+            yield f"{style.bad('only in')} {printable(path)}: {printable(key)}"
+    for change in found.kinds:
+        yield f"{style.bad('kind')}    {printable(change['key'])}: {change['first']} -> {change['second']}"
+    for value in found.values:
+        yield f"{style.bad('values')}  {printable(value['key'])}: {_in_words(value)}"
+    verdict = style.good("equal") if found.is_empty else style.bad("different")
+    count = f"{counted(found.equal, 'key')} equal ({found.by_checksum:,} by checksum)"
+    yield f"{verdict}: {count}, {counted(len(found.values), 'key')} with other values"
+
+
+def _in_words(value: dict[str, Any]) -> str:
+    if "elements" not in value:
+        return f"{printable(value['first'])} -> {printable(value['second'])}"
+    return (
+        f"{value['differing']:,} of {value['elements']:,} elements differ, by {value['largest']:.3g} at "
+        f"most, {value['mean']:.3g} on average"
+    )

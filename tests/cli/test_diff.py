@@ -1,0 +1,86 @@
+"""``holdfast diff`` names every key in which two checkpoints differ, and by how much."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.stock_torch import stock_save
+
+import holdfast
+from holdfast.cli import main
+
+
+def state() -> dict[str, Any]:
+    return {
+        "model": {"weight": torch.arange(8.0).view(2, 4), "count": torch.tensor(3)},
+        "step": 7,
+        "nan": torch.tensor([float("nan"), 1.0]),
+        "name": "a",
+    }
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> str:
+    holdfast.save(state(), checkpoint_id=tmp_path / "a")
+    return str(tmp_path / "a")
+
+
+def diff(capsys: pytest.CaptureFixture[str], first: str, second: str) -> tuple[int, dict[str, Any]]:
+    code = main(["diff", first, second, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_equal_checkpoints_are_equal_by_checksum(
+    tmp_path: Path, first: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    holdfast.save(state(), checkpoint_id=tmp_path / "b")
+    code, found = diff(capsys, first, str(tmp_path / "b"))
+    assert code == 0
+    assert found["equal_checkpoints"]
+    assert found["equal"] == found["by_checksum"] == 5
+    assert main(["diff", first, str(tmp_path / "b")]) == 0
+    assert capsys.readouterr().out == "equal: 5 keys equal (5 by checksum), 0 keys with other values\n"
+    assert main(["diff", first, str(tmp_path / "b"), "-q"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_every_difference_is_named_with_its_size(
+    tmp_path: Path, first: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = state()
+    changed["model"]["weight"][1, 2] += 0.5
+    changed["model"]["count"] = torch.tensor(3.0)
+    changed["step"] = 8
+    del changed["name"]
+    changed["new"] = 1
+    holdfast.save(changed, checkpoint_id=tmp_path / "b")
+    code, found = diff(capsys, first, str(tmp_path / "b"))
+    assert code == 1
+    assert found["only_first"] == ["name"]
+    assert found["only_second"] == ["new"]
+    assert found["kinds"] == [{"key": "model.count", "first": "int64 []", "second": "float32 []"}]
+    assert found["values"] == [
+        {"key": "model.weight", "differing": 1, "elements": 8, "largest": 0.5, "mean": 0.0625},
+        {"key": "step", "first": "7", "second": "8"},
+    ]
+    assert found["equal"] == 1
+    assert main(["diff", first, str(tmp_path / "b")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"only in {first}: name"
+    assert "values  model.weight: 1 of 8 elements differ, by 0.5 at most, 0.0625 on average" in lines
+
+
+def test_a_checkpoint_of_torch_with_the_same_values_is_equal(
+    tmp_path: Path, first: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stock_save(state(), checkpoint_id=tmp_path / "b")
+    code, found = diff(capsys, first, str(tmp_path / "b"))
+    assert (code, found["equal"], found["by_checksum"]) == (0, 5, 0)
+    assert found["values"] == []
+
+
+def test_something_missing_is_unreadable(first: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", first, first + "-missing"]) == 3
+    assert "no such folder" in capsys.readouterr().err
