@@ -1,0 +1,1 @@
+"""The drawings of ``holdfast report``: pages of one HTML file each, without a script and without network."""
