@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint._fsspec_filesystem as stock_fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 from tests.contract.fsspec_file_systems import OtherLocalFileSystem, UploadingFileSystem, forget_memory
-from tests.support.stock_torch import IS_NEWEST, stock_load, stock_save
+from tests.support.stock_torch import HAS_EXTENSIONS, IS_NEWEST, stock_load, stock_save
 
 import holdfast as hf
 from holdfast._fsspec_filesystem import FileSystem
@@ -137,6 +137,8 @@ def test_checkpoints_are_shared_with_stock_torch_both_ways(kind: str, tmp_path: 
     loaded = state(-1.0)
     stock_load(loaded, storage_reader=torchs.FsspecReader(ours))
     check(loaded, 1.0)
+    if kind == "memory" and not HAS_EXTENSIONS:
+        pytest.skip("the writer of this torch needs files of the system")
     stock_save(state(2.0), storage_writer=torchs.FsspecWriter(theirs))
     load(2.0, storage_reader=hf.FsspecReader(theirs))
     # torch's storages are plugins of ours, too.

@@ -1,6 +1,6 @@
 """The modules and names of torch's checkpoint package that frameworks import: they do their job here."""
 
-import importlib
+import importlib.util
 import io
 import json
 import logging
@@ -66,7 +66,10 @@ NAMES = {
 
 def both(module: str) -> tuple[Any, Any]:
     """Our module and torch's."""
-    theirs = importlib.import_module(f"torch.distributed.checkpoint.{module}")
+    name = f"torch.distributed.checkpoint.{module}"
+    if not IS_NEWEST and importlib.util.find_spec(name) is None:
+        pytest.skip(f"this torch has no {name}")
+    theirs = importlib.import_module(name)
     return importlib.import_module(f"holdfast.{module}"), theirs
 
 
@@ -94,14 +97,14 @@ assert "torch.distributed.checkpoint" not in sys.modules
 
 
 def test_constants_are_torchs() -> None:
+    ours, theirs = both("filesystem")
+    assert (ours.DEFAULT_SUFFIX, ours._metadata_fn) == (theirs.DEFAULT_SUFFIX, theirs._metadata_fn)
+    assert vars(theirs).get("CURRENT_DCP_VERSION", "1.0.0") == ours.CURRENT_DCP_VERSION
     ours, theirs = both("_hf_utils")
     for name in NAMES["_hf_utils"].split():
         if name.isupper() and name != "DTYPE_MAP":
             assert getattr(ours, name) == getattr(theirs, name), name
     assert theirs.DTYPE_MAP.items() <= ours.DTYPE_MAP.items()
-    ours, theirs = both("filesystem")
-    assert (ours.DEFAULT_SUFFIX, ours._metadata_fn) == (theirs.DEFAULT_SUFFIX, theirs._metadata_fn)
-    assert vars(theirs).get("CURRENT_DCP_VERSION", "1.0.0") == ours.CURRENT_DCP_VERSION
 
 
 STATES: list[dict[Any, Any]] = [
@@ -217,6 +220,7 @@ def test_read_items_of_chunks_are_torchs() -> None:
     assert sorted(found[0]) == sorted(found[1])
 
 
+@pytest.mark.skipif(not IS_NEWEST, reason="records of older versions of torch print other fields")
 def test_write_items_are_torchs() -> None:
     values: list[Any] = [torch.ones(2, 3, requires_grad=True), torch.tensor(5), [1, 2], "text"]
     for value in values:

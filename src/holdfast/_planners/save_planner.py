@@ -25,7 +25,7 @@ from holdfast._plan.write_columns import WriteItems
 from holdfast._tensors.checkpointable import describes_itself
 from holdfast._tensors.chunks import find_box, find_chunk, is_any_tensor, is_tensor, local_chunks
 from holdfast._tensors.layout_table import LayoutTable
-from holdfast._torch_compat import serves_torch, to_ours
+from holdfast._torch_compat import called_by_torch_without_cached_plans, serves_torch, to_ours
 from holdfast._user_warning import warn_user
 from holdfast.errors import InvalidPlanError, UsageError
 from holdfast.metadata import STATE_DICT_TYPE, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
@@ -110,7 +110,8 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
         self.plan = plan
         if self._enable_plan_caching:
             self._cache = PlanCache(self._cached_plans_key)
-            return self._cache.offer(plan)
+            offered = self._cache.offer(plan)
+            return plan if called_by_torch_without_cached_plans(self) else offered
         return plan
 
     def fingerprints(self) -> dict[tuple[int, ...] | None, dict[str, bytes]]:

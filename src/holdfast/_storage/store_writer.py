@@ -337,9 +337,10 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
 
 
 def fill_metadata(metadata: Metadata, known: Metadata, names: Sequence[str]) -> None:
-    """Set some fields of the metadata that ``finish`` was given."""
+    """Set some fields of the metadata that ``finish`` was given, as far as ``known`` has them: torch's may not."""
     for name in names:
-        setattr(metadata, name, getattr(known, name))
+        if hasattr(known, name):
+            setattr(metadata, name, getattr(known, name))
 
 
 def _existing_checkpoint(store: ByteStore, rank: int | None) -> str | None:

@@ -133,6 +133,12 @@ def called_by_torch(asking: object) -> bool:
     return str(frame.f_globals.get("__name__", "")).startswith(_PACKAGE)
 
 
+def called_by_torch_without_cached_plans(asking: object) -> bool:
+    """Whether a method of ``asking`` was called by torch 2.6, whose plans cannot say "as last time"."""
+    theirs: Any = _torch_class("planner", "SavePlan")
+    return theirs is not None and not hasattr(theirs, "usable") and called_by_torch(asking)
+
+
 def is_torchs(value: Any, module: str, name: str) -> bool:
     """Whether a value is an instance of torch's class of that name."""
     theirs = _torch_class(module, name)
