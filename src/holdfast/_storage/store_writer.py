@@ -337,7 +337,7 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
 
 
 def fill_metadata(metadata: Metadata, known: Metadata, names: Sequence[str]) -> None:
-    """Set some fields of the metadata that ``finish`` was given, as far as ``known`` has them: torch's may not."""
+    """Set some fields of the metadata that ``finish`` was given; those of older torch lack some."""
     for name in names:
         if hasattr(known, name):
             setattr(metadata, name, getattr(known, name))
