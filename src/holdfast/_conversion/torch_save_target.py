@@ -11,7 +11,7 @@ import torch
 from holdfast._conversion.selection import Entry
 from holdfast._conversion.streams import EntryStream
 from holdfast._format.dtypes import DTYPES
-from holdfast._format.names import SAVE_DIGITS
+from holdfast._format.names import SAVE_DIGITS, is_leftover
 from holdfast._format.torch_save_zip import ArchiveLayout
 from holdfast._geometry import Box
 from holdfast._io.blocks import crc32
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 _BEFORE = {".format_version": b"1", ".storage_alignment": b"64", "byteorder": b"little"}
 _AFTER = {"version": b"3\n"}
 _FOLDER = "archive"
+_UNFINISHED = re.compile(rf".*\.([0-9a-f]{{{SAVE_DIGITS}}})\.tmp")
 
 
 class TorchSaveTarget:
@@ -135,11 +136,15 @@ class TorchSaveTarget:
 
     def _remove_leftovers(self, lease: Lease) -> None:
         """Remove what killed conversions have left."""
-        if lease.dead and self._store.can_list:
-            pattern = re.compile(rf".*\.([0-9a-f]{{{SAVE_DIGITS}}})\.tmp")
-            found = {name: pattern.fullmatch(name) for name in self._store.names()}
-            dead = {save[:SAVE_DIGITS] for save in lease.dead}
-            delete_quietly(self._store, [name for name, match in found.items() if match and match[1] in dead])
+        if not self._store.can_list:
+            return
+        names = self._store.names()
+        dead = {save[:SAVE_DIGITS] for save in lease.dead}
+        doomed = [name for name in names if (match := _UNFINISHED.fullmatch(name)) and match[1] in dead]
+        if not lease.others(names)[0]:
+            # Files that have not got their names do not tell whose they are: only if nobody else writes.
+            doomed += filter(is_leftover, names)
+        delete_quietly(self._store, doomed)
 
     def _pickle(self, stream: EntryStream) -> PickledState:
         selection = stream.selection
