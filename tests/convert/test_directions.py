@@ -89,10 +89,7 @@ def test_structure_is_kept(tmp_path: Path, source: str, target: str) -> None:
     state = nested()
     output = place(tmp_path, "to", target)
     dcp.convert(put(source, state, tmp_path), output, to=target)  # type: ignore[arg-type]
-    if target == "torch_save":
-        found = torch.load(output, weights_only=True)
-    else:
-        found = get(target, output)
+    found = get(target, output)
     found["parameter"] = torch.nn.Parameter(found["parameter"])
     assert same(found, state)
 
@@ -205,7 +202,7 @@ def test_a_hostile_file_runs_nothing(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     torch.save({"w": torch.ones(3), "bad": Hostile(marker)}, tmp_path / "x.pt")
     for target, options in (("a", {"to": "holdfast"}), ("b.pt", {}), ("c", {"to": "torch"})):
-        with pytest.raises(UnsafeMetadataError, match="bad.*mkdir"):
+        with pytest.raises(UnsafeMetadataError, match=r"bad.*mkdir"):
             dcp.convert(tmp_path / "x.pt", tmp_path / target, **options)  # type: ignore[arg-type]
     dcp.convert(tmp_path / "x.pt", tmp_path / "d", to="safetensors", keys="w")
     assert not marker.exists()
@@ -217,7 +214,7 @@ def test_a_hostile_file_runs_nothing(tmp_path: Path) -> None:
 def test_a_value_of_a_checkpoint_that_needs_code_goes_on_as_it_is(tmp_path: Path) -> None:
     dcp.save({"x": torch.ones(1), "color": Color(3)}, checkpoint_id=tmp_path / "a", no_dist=True)
     dcp.convert(tmp_path / "a", tmp_path / "b", to="holdfast")
-    with pytest.raises(UnsafeMetadataError, match="color.*Color"):
+    with pytest.raises(UnsafeMetadataError, match=r"color.*Color"):
         dcp.convert(tmp_path / "a", tmp_path / "c.pt")
     dcp.convert(tmp_path / "a", tmp_path / "c.pt", safe_globals=[Color])
     assert torch.load(tmp_path / "c.pt", weights_only=False)["color"].number == 3
@@ -280,3 +277,25 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
             dcp.convert(tmp_path / source, tmp_path / target, **options)
         assert peak.nbytes < 224 << 20, (source, target, peak.nbytes >> 20)
     assert torch.equal(get("holdfast", tmp_path / "e")["x"], torch.zeros(nbytes // 8, 2))
+
+
+def test_a_compressed_checkpoint(tmp_path: Path) -> None:
+    from holdfast.extension import ZStandard  # noqa: PLC0415
+
+    state = {"x": torch.arange(9_000_000.0), "step": {"n": 3}}
+    writer = dcp.FileSystemWriter(tmp_path / "a", _extensions=[ZStandard()])
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    dcp.convert(tmp_path / "a", tmp_path / "x.pt")
+    assert same(torch.load(tmp_path / "x.pt"), state)
+    dcp.convert(tmp_path / "a", tmp_path / "b", to="holdfast")
+    assert same(get("holdfast", tmp_path / "b"), state)
+
+
+def test_a_dict_that_older_versions_of_torch_keep_as_one_value(tmp_path: Path) -> None:
+    golden = Path(__file__).parents[1] / "golden" / "torch-2.3"
+    sources = [path.parent for path in golden.rglob(".metadata")]
+    assert sources
+    for number, source in enumerate(sources):
+        dcp.convert(source, tmp_path / f"{number}.pt", safe_globals=[])
+        found = torch.load(tmp_path / f"{number}.pt", weights_only=False)
+        assert found

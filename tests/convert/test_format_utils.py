@@ -1,4 +1,4 @@
-"""torch's functions and classes of ``format_utils``, and the format that torch's writer takes and cannot read."""
+"""torch's functions and classes of ``format_utils``, and a format of torch's writer."""
 
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ class Unknown:
 
 def test_safety_is_the_default(tmp_path: Path) -> None:
     torch.save({"x": Unknown()}, tmp_path / "x.pt")
-    with pytest.raises(UnsafeMetadataError, match="x.*Unknown"):
+    with pytest.raises(UnsafeMetadataError, match=r"x.*Unknown"):
         format_utils.torch_save_to_dcp(tmp_path / "x.pt", tmp_path / "a")
     format_utils.torch_save_to_dcp(tmp_path / "x.pt", tmp_path / "a", safe_globals=[Unknown])
 

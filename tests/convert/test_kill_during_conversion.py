@@ -40,12 +40,16 @@ def _main(folder: Path) -> None:
     target.parent.mkdir()
     for number in (1.0, 2.0):
         torch.save({"x": torch.full((300_000,), number), "n": number}, folder / f"{number}.pt")
-    kills = []
+    kills: list[tuple[str, float]] = []
+
+    def overwrite() -> None:
+        holdfast.convert(folder / "2.0.pt", target, overwrite=True)
+
     for at in itertools.count(1):
         holdfast.convert(folder / "1.0.pt", target, overwrite=True)
         there = os.listdir(target.parent)
         assert there == ["model.pt"], f"the conversion after a kill {kills[-1:]} left {there}"
-        point = run_and_kill(lambda: holdfast.convert(folder / "2.0.pt", target, overwrite=True) and None, at)
+        point = run_and_kill(overwrite, at)
         if point is None:
             break
         found = torch.load(target)

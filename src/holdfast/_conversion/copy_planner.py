@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from holdfast._conversion.selection import Entry
-from holdfast._conversion.streams import EntryStream, row_major_boxes
+from holdfast._conversion.streams import EntryStream
 from holdfast._geometry import Box, volume
 from holdfast._objects import StreamedPayload
 from holdfast._plan.global_plan import describe
@@ -65,7 +65,7 @@ class CopyPlanner(SavePlanner):
     def _boxes(self, entry: Entry) -> Iterator[Box]:
         for box in self._stream.boxes(entry):
             if self._in_pieces:
-                yield from row_major_boxes(box, self._stream.itemsize(entry))
+                yield from self._stream.parts(entry, box)
             else:
                 yield box
 

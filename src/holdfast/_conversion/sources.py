@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from holdfast._format import metadata_file
+from holdfast._format.item_table import StorageInfo
 from holdfast._format.names import METADATA
 from holdfast._format.safetensors import SUFFIX
 from holdfast._format.safetensors_index import find_index
@@ -18,12 +19,13 @@ from holdfast._io.places import local_path, open_file_place, open_place
 from holdfast._io.progress import ProgressTracker
 from holdfast._io.store import FileSource
 from holdfast._storage.absence import explain_absence
+from holdfast._storage.item_places import places_of
 from holdfast._storage.metadata_reading import load_metadata
 from holdfast._storage.reading import LARGEST_METADATA, read_items
 from holdfast._storage.safetensors_reading import read_model_metadata
 from holdfast._storage.torch_save_reading import read_torch_save_metadata
 from holdfast._storage.torch_save_source import TorchSaveSource
-from holdfast.errors import CheckpointNotFoundError
+from holdfast.errors import CheckpointNotFoundError, MetadataFormatError
 from holdfast.extension import ExtensionRegistry
 from holdfast.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -77,6 +79,14 @@ class Source:
         """What is known of a tensor; None for another value."""
         entry = self.metadata.state_dict_metadata[key]
         return entry if isinstance(entry, TensorStorageMetadata) else None
+
+    def first_item(self, key: str) -> StorageInfo:
+        """Where a value lies, or the first chunk of a tensor."""
+        places = places_of(self.metadata)
+        row = None if places is None else places.find(MetadataIndex(key))
+        if places is None or row is None:
+            raise MetadataFormatError(f"{self.url}: does not say where {key} is", key=key, path=self.url)
+        return places.record(row)
 
     def read_box(self, key: str, box: Box) -> torch.Tensor:
         """The elements of a box of a tensor, checked where the source has checksums."""

@@ -1,7 +1,6 @@
 """Owns the way of tensors from a source to a target: in pieces, cast, and with a checksum of each piece."""
 
 import io
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -9,14 +8,18 @@ import torch
 
 from holdfast._conversion.selection import Entry, Selection
 from holdfast._conversion.sources import Source
-from holdfast._geometry import Box
+from holdfast._geometry import Box, volume
 from holdfast._io.blocks import crc32
 from holdfast._io.progress import STRIDE, ProgressTracker
 from holdfast._tensors.host import memory_of
 from holdfast.errors import IntegrityError
 
 PIECE = 16 << 20
-"""The most bytes that are in memory at once, of each thread that writes."""
+"""The most bytes of a tensor that are read before they are written."""
+
+LARGE_PIECE = 192 << 20
+"""The same for items that are compressed, and so read from their beginning each time; and for those that torch
+wrote, which can be checked only as a whole."""
 
 
 class SentPiece(NamedTuple):
@@ -48,21 +51,26 @@ class EntryStream:
 
     def pieces(self, entry: Entry, box: Box) -> Iterator[torch.Tensor]:
         """A box of a tensor, in row-major order."""
-        for part in row_major_boxes(box, self.itemsize(entry)):
+        for part in self.parts(entry, box):
             yield self.read(entry, part)
+
+    def parts(self, entry: Entry, box: Box) -> Iterator[Box]:
+        """The boxes in which a box of a tensor is read, in row-major order."""
+        stored = self.source.tensor(entry.key)
+        assert stored is not None
+        assert entry.dtype is not None
+        if not volume(box.lengths):
+            return iter([box])
+        item = self.source.first_item(entry.key)
+        limit = PIECE if item.is_located and not item.transform_descriptors else LARGE_PIECE
+        itemsize = max(stored.properties.dtype.itemsize, entry.dtype.itemsize)
+        return row_major_boxes(box, itemsize, limit)
 
     def read_object(self, entry: Entry) -> io.BytesIO:
         """A value that is not a tensor, as it is stored, container included."""
         content = self.source.read_object(entry.key).getvalue()
         self.sent.append(SentPiece(entry.name, None, crc32(content)))
         return io.BytesIO(content)
-
-    def itemsize(self, entry: Entry) -> int:
-        """The bytes of an element of a tensor in memory, before or after a cast."""
-        stored = self.source.tensor(entry.key)
-        assert stored is not None
-        assert entry.dtype is not None
-        return max(stored.properties.dtype.itemsize, entry.dtype.itemsize)
 
     def boxes(self, entry: Entry) -> Iterator[Box]:
         """The chunks that the source has of a tensor."""
@@ -77,7 +85,8 @@ class EntryStream:
         Raises:
             IntegrityError: Something is missing, or is not what was sent.
         """
-        missing = self.selection.entries.keys() - target.metadata.state_dict_metadata.keys()
+        wanted = {entry.name for entry in self.selection.tensors()}
+        missing = wanted - target.metadata.state_dict_metadata.keys()
         if missing:
             raise _not_the_same(target, min(missing), "is missing")
         progress.begin(self.selection.nbytes)
@@ -101,22 +110,22 @@ def _not_the_same(target: Source, key: str, what: str) -> IntegrityError:
     )
 
 
-def row_major_boxes(box: Box, itemsize: int) -> Iterator[Box]:
-    """A box in parts of at most ``PIECE`` bytes, which follow each other in row-major order."""
+def row_major_boxes(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
+    """A box in parts of at most ``limit`` bytes, which follow each other in row-major order."""
     offsets, lengths = box
     cut = next((d for d, length in enumerate(lengths) if length > 1), None)
-    if cut is None or math.prod(lengths) * itemsize <= PIECE:
+    if cut is None or volume(lengths) * itemsize <= limit:
         yield box
         return
-    row = math.prod(lengths[cut + 1 :]) * itemsize
-    rows = max(1, PIECE // row)
+    row = volume(lengths[cut + 1 :]) * itemsize
+    rows = max(1, limit // row)
     for start in range(0, lengths[cut], rows):
         count = min(rows, lengths[cut] - start)
         part = Box(
             (*offsets[:cut], offsets[cut] + start, *offsets[cut + 1 :]),
             (*lengths[:cut], count, *lengths[cut + 1 :]),
         )
-        if row > PIECE:
-            yield from row_major_boxes(part, itemsize)
+        if row > limit:
+            yield from row_major_boxes(part, itemsize, limit)
         else:
             yield part

@@ -25,7 +25,6 @@ from holdfast._plan.flatten import unflatten
 from holdfast._storage.cleanup import delete_quietly
 from holdfast._tensors.host import memory_of
 from holdfast.errors import CheckpointExistsError, PlanError, StorageError
-from holdfast.metadata import MetadataIndex
 
 logger = logging.getLogger(__name__)
 
@@ -178,8 +177,7 @@ def _identity(stream: EntryStream, entry: Entry) -> Any:
     """Equal for tensors that are the same bytes of a torch.save file: they stay one tensor."""
     if stream.source.format != "torch_save" or not entry.nbytes:
         return entry.name
-    begin = torch.Size([0] * len(entry.shape))
-    place = stream.source.metadata.storage_data[MetadataIndex(entry.key, begin)]
+    place = stream.source.first_item(entry.key)
     return place.relative_path, place.offset, place.length, entry.dtype
 
 
