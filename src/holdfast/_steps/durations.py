@@ -1,5 +1,6 @@
 """Lengths of time as people write them: 90, "90s", "15m", "24h", "7d"."""
 
+import contextlib
 import re
 from datetime import timedelta
 from typing import TypeAlias
@@ -26,8 +27,9 @@ def seconds_of(duration: Duration) -> float:
         found = _TEXT.fullmatch(duration)
         if found and found[2].lower() in _UNITS:
             seconds = float(found[1]) * _UNITS[found[2].lower()]
-    elif isinstance(duration, int | float) and not isinstance(duration, bool):
-        seconds = float(duration)
+    elif not isinstance(duration, bool):
+        with contextlib.suppress(TypeError, ValueError):
+            seconds = float(duration)
     if seconds is None or not 0 <= seconds < float("inf"):
         raise UsageError(
             f"{duration!r} is not a length of time: write seconds as a number, or a text such as '90s', "
