@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         hf_storage,
         logger,
         logging_handlers,
+        manager,
         metadata,
         object_store,
         optimizer,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from holdfast.filesystem import FileSystemReader, FileSystemWriter
     from holdfast.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
     from holdfast.load_result import LoadResult
+    from holdfast.manager import CheckpointManager
     from holdfast.metadata import (
         BytesStorageMetadata,
         ChunkStorageMetadata,
@@ -73,6 +75,7 @@ __all__ = [
     "BytesStorageMetadata",
     "CheckpointError",
     "CheckpointException",
+    "CheckpointManager",
     "ChunkStorageMetadata",
     "ConversionResult",
     "DefaultLoadPlanner",
@@ -118,6 +121,7 @@ __all__ = [
     "load_state_dict",
     "logger",
     "logging_handlers",
+    "manager",
     "metadata",
     "object_store",
     "optimizer",
@@ -151,6 +155,7 @@ _HOME = {
         "filesystem": ("FileSystemReader", "FileSystemWriter"),
         "hf_storage": ("HuggingFaceStorageReader", "HuggingFaceStorageWriter"),
         "load_result": ("LoadResult",),
+        "manager": ("CheckpointManager",),
         "metadata": (
             *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
             "TensorStorageMetadata",

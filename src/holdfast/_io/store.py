@@ -82,6 +82,7 @@ class StoreTraits:
         read_nbytes: The most bytes that small neighbours are read in at once.
         lists_sizes: Whether ``list`` costs no more than ``names``. If not, a size is asked for by ``open``.
         random_writes: Whether there are ``reserve``, ``open_ranges``, ``rename`` and ``link``.
+        looks_below: Whether ``below`` with a name costs about as much as without.
         may_write_late: Whether files of a process may appear after the process was killed, because it has
             sent them to a server.
         creates_at_once: Whether there is ``create_over``: a file appears, whole, when it is finished.
@@ -95,6 +96,7 @@ class StoreTraits:
     random_writes: bool = False
     may_write_late: bool = False
     creates_at_once: bool = False
+    looks_below: bool = True
 
 
 class CacheRoom(NamedTuple):
@@ -107,6 +109,32 @@ class CacheRoom(NamedTuple):
 
     identity: str
     nbytes: int
+
+
+class FileFacts(NamedTuple):
+    """What a listing tells of a file.
+
+    Attributes:
+        nbytes: Its size.
+        modified_ns: When it got its present content, by the store's own clock; None if that is not told.
+        version: A text that is another one after the file was replaced, as far as the store can tell.
+    """
+
+    nbytes: int
+    modified_ns: int | None
+    version: str
+
+
+class Below(NamedTuple):
+    """What is directly below a place.
+
+    Attributes:
+        files: The names of its files.
+        folders: The names of its folders, each with the facts of one file in it; None if it has no such file.
+    """
+
+    files: set[str]
+    folders: dict[str, FileFacts | None]
 
 
 class Claim:
@@ -150,6 +178,17 @@ class FileSource(ABC):
         """
         return (), ()
 
+    def below(self, name: str | None = None) -> Below:  # noqa: ARG002 - for stores that know of folders
+        """The files and folders directly below this place, by as few requests as the store needs.
+
+        Args:
+            name: The file whose facts are wanted of every folder. None: the names of folders are enough.
+
+        Raises:
+            UsageError: The store knows of no folders, as this one.
+        """
+        raise UsageError(f"{self.url}: folders cannot be listed on this kind of storage", path=self.url)
+
     @abstractmethod
     def exists(self, name: str) -> bool:
         """Whether ``open`` would find such a file."""
@@ -160,6 +199,11 @@ class FileSource(ABC):
         None if there is no such file, or if the store does not tell.
         """
         return None
+
+    def facts(self, name: str) -> FileFacts | None:
+        """What ``below`` of the place above tells of a file of this place; None if there is no such file."""
+        modified_ns = self.modified_ns(name)
+        return None if modified_ns is None else FileFacts(0, modified_ns, str(modified_ns))
 
     @abstractmethod
     def open(self, name: str) -> FileReader:
@@ -308,6 +352,9 @@ class ByteStore(FileSource):
     @abstractmethod
     def delete(self, names: Iterable[str]) -> None:
         """Remove files; a missing one is fine. All are tried before the first failure is raised."""
+
+    def remove_if_empty(self) -> None:
+        """Remove the place itself if nothing is in it. Anything else that is in the way is ignored."""
 
     def abort_unfinished(self, is_dead: Callable[[str], bool]) -> None:
         """Give up files that other processes have begun, did not finish, and never will.

@@ -1,6 +1,7 @@
 """The command ``holdfast``: looks into checkpoints, checks, compares, copies and converts them.
 
-Results go to stdout, errors to stderr in one line. Only ``cp`` and ``convert`` change anything on disk.
+Results go to stdout, errors to stderr in one line. Only ``cp``, ``convert``, ``prune`` and ``clean`` change
+anything on disk.
 """
 
 import argparse
