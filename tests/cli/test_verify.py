@@ -13,10 +13,10 @@ import torch
 from tests.support.checkpoints import data_file, flip_bit, read_manifest, write_manifest
 
 import holdfast as hf
+from holdfast._contents.findings import Report
 from holdfast._format import metadata_file
 from holdfast._format.description import column, ints
 from holdfast._format.manifest import Manifest
-from holdfast.cli.report import Report
 
 Command = Callable[..., Any]
 Copy = Callable[[str], Path]

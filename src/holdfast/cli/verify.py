@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
+from holdfast._contents.checking_parts import part_jobs, unused_files
+from holdfast._contents.checking_torch import LIMITS
+from holdfast._contents.findings import Damage, Report, shortened
+from holdfast._contents.inventory import Inventory
+from holdfast._contents.opening import Checkpoint, find_checkpoint
 from holdfast._io import pool
-from holdfast.cli.checking_parts import part_jobs, unused_files
-from holdfast.cli.checking_torch import LIMITS
 from holdfast.cli.exit_codes import DAMAGED, FINE, exit_code
-from holdfast.cli.inventory import Inventory
-from holdfast.cli.opening import Checkpoint, find_checkpoint
-from holdfast.cli.report import Damage, Report, shortened
 from holdfast.cli.text import Style, counted, printable, size_text, write_json, write_lines
 from holdfast.errors import CheckpointError, IntegrityError
 from holdfast.progress_display import tracking

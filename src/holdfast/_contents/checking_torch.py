@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import IO, Any, NamedTuple
 
+from holdfast._contents.findings import Report
+from holdfast._contents.inventory import StoredChunk
 from holdfast._format.dtypes import DTYPES
 from holdfast._format.item_table import StorageInfo
 from holdfast._format.torch_item_reader import read_item_layout
 from holdfast._format.torch_item_zip import Archive
 from holdfast._geometry import volume
+from holdfast._human_units import shape_text
 from holdfast._io.blocks import crc32
 from holdfast._io.file_access import FileReader
 from holdfast._io.store import FileSource
-from holdfast.cli.inventory import StoredChunk
-from holdfast.cli.report import Report
-from holdfast.cli.text import shape_text
 from holdfast.errors import ChecksumError, ExtensionError, IntegrityError
 from holdfast.extension import ExtensionRegistry, StreamTransformExtension
 

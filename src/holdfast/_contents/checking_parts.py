@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Iterator
 
+from holdfast._contents.checking import KeyedItem, holdfast_jobs
+from holdfast._contents.checking_torch import TorchItem, torch_jobs
+from holdfast._contents.findings import Report
+from holdfast._contents.inventory import Inventory, StoredChunk, TensorEntry
+from holdfast._contents.opening import Checkpoint
 from holdfast._format.item_table import StorageInfo
 from holdfast._format.names import is_leftover, metadata_rank, parse_data_file
 from holdfast._geometry import Box, check_cover
+from holdfast._human_units import shape_text, size_text
 from holdfast._io.store import FileSource
-from holdfast.cli.checking import KeyedItem, holdfast_jobs
-from holdfast.cli.checking_torch import TorchItem, torch_jobs
-from holdfast.cli.inventory import Inventory, StoredChunk, TensorEntry
-from holdfast.cli.opening import Checkpoint
-from holdfast.cli.report import Report
-from holdfast.cli.text import shape_text, size_text
 
 __all__ = ["part_jobs", "unused_files"]
 

@@ -4,12 +4,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from holdfast._contents.findings import Report
 from holdfast._format.description import ints
 from holdfast._format.item_table import StorageInfo
 from holdfast._io.blocks import crc32
 from holdfast._io.file_access import FileReader
 from holdfast._io.store import FileSource
-from holdfast.cli.report import Report
 from holdfast.errors import ChecksumError
 
 __all__ = ["KeyedItem", "holdfast_jobs"]
