@@ -8,13 +8,24 @@ from holdfast._geometry import row_major_strides, volume
 SCRATCH = 32 * 1024 * 1024
 """How much of a payload goes through memory of our own at once, where it cannot go straight to its place."""
 
-# Reading what lies between the rows of a box is cheaper than a request for each row, up to a point.
-_WASTE = 4
-_ALWAYS_FINE = 1024 * 1024
-
-
 # A block that two pieces share is read twice to be checked.
 _BLOCK = 1 << 20
+
+
+class Thrift(NamedTuple):
+    """How much may be read that is not wanted, to save requests: what lies between the rows of a box.
+
+    Attributes:
+        waste: Bytes that are read for each one that is wanted.
+        always_fine: So many bytes are read at once in any case.
+    """
+
+    waste: float
+    always_fine: int
+
+
+USUAL = Thrift(waste=4, always_fine=1 << 20)
+"""Right where a request costs about as much as reading a MiB."""
 
 
 def _at_block_boundary(start: int, rows: int, row_nbytes: int, most: int) -> int:
@@ -54,6 +65,7 @@ def ranges_of(
     run_limit: int | None,
     block: int,
     only_runs: bool = False,
+    thrift: Thrift = USUAL,
 ) -> Iterator[ByteRange]:
     """Cut a box of a row-major chunk into pieces to be read.
 
@@ -66,6 +78,7 @@ def ranges_of(
         block: The unit in which bytes are checked, and so read, whatever is wanted of them; 0 if they are
             not.
         only_runs: Whether no piece may have anything between its rows.
+        thrift: What may be read besides.
     """
     if 0 in lengths:
         return
@@ -83,7 +96,7 @@ def ranges_of(
         dimension = next((d for d, n in enumerate(size) if n > 1), None)
         # If there is no whole block between two rows, all that lies between them is read to be checked.
         is_read = dimension is not None and strides[dimension] * itemsize <= block
-        most = SCRATCH if is_read else max(_WASTE * volume(size) * itemsize, _ALWAYS_FINE)
+        most = SCRATCH if is_read else max(int(thrift.waste * volume(size) * itemsize), thrift.always_fine)
         if not is_run and not only_runs and span <= min(SCRATCH, most):
             yield ByteRange(at, size, first * itemsize, span, is_run=False)
             continue
