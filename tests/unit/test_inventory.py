@@ -113,7 +113,7 @@ def test_entries_stand_in_the_order_of_the_checkpoint(data: bytes) -> None:
 
 def test_what_only_holdfast_records() -> None:
     found = read_inventory(ours(), path="p")
-    assert (found.source, found.format, found.software) == ("holdfast", "holdfast 1.2", "a test")
+    assert (found.source, found.format, found.software) == ("holdfast", "holdfast 1.3", "a test")
     assert (found.created_ns, found.world_size, found.block_size) == (5, 2, 16)
     first, second = found.tensors[0].chunks
     assert first.item is not None

@@ -39,10 +39,11 @@ def make_manifest(
     *,
     world_size: int,
     record: TransferRecord | None = None,
+    user_metadata: bytes = b"",
 ) -> Manifest:
     """The manifest of what the metadata describes and the results have written.
 
-    ``record`` is what the save has done until now.
+    ``record`` is what the save has done until now, ``user_metadata`` what its caller wants to keep with it.
 
     Raises:
         IncompleteWriteError: An item has no result, or two, or one that the metadata does not describe.
@@ -79,6 +80,7 @@ def make_manifest(
         containers=encode_containers(containers),
         planner_pickle=extra,
         record=None if record is None else store_record(record),
+        user_metadata=user_metadata,
         **described,
         **items,
     )
