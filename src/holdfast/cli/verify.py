@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
-from holdfast._contents.checking_parts import part_jobs, unused_files
+from holdfast._contents.verifying import check_checkpoint, limits
 from holdfast._contents.checking_torch import LIMITS
-from holdfast._contents.findings import Damage, Report, shortened
+from holdfast._contents.findings import Damage, Findings, shortened
 from holdfast._contents.inventory import Inventory
 from holdfast._contents.opening import Checkpoint, find_checkpoint
 from holdfast._io import pool
@@ -26,7 +26,7 @@ _MOST_THREADS = 4
 def run(arguments: argparse.Namespace) -> int:
     """Check everything, print what was found, and return the exit code."""
     checkpoint = find_checkpoint(arguments.path)
-    report = Report()
+    report = Findings()
     parts = _read_parts(checkpoint, report)
     sizes = checkpoint.store.list()
     jobs = [job for part in parts for job in part_jobs(checkpoint.store, part, sizes, report)]
@@ -41,12 +41,12 @@ def run(arguments: argparse.Namespace) -> int:
     return DAMAGED if damages else FINE
 
 
-def _read_parts(checkpoint: Checkpoint, report: Report) -> list[Inventory]:
+def _read_parts(checkpoint: Checkpoint, report: Findings) -> list[Inventory]:
     parts = [_read_part(checkpoint, rank, name, report) for rank, name in checkpoint.metadata_names]
     return [part for part in parts if part is not None]
 
 
-def _read_part(checkpoint: Checkpoint, rank: int | None, name: str, report: Report) -> Inventory | None:
+def _read_part(checkpoint: Checkpoint, rank: int | None, name: str, report: Findings) -> Inventory | None:
     try:
         return checkpoint.read(rank, name)
     except IntegrityError as error:
@@ -58,7 +58,7 @@ def _read_part(checkpoint: Checkpoint, rank: int | None, name: str, report: Repo
 
 
 def _run_jobs(
-    jobs: list[Callable[[], None]], parts: list[Inventory], report: Report, arguments: argparse.Namespace
+    jobs: list[Callable[[], None]], parts: list[Inventory], report: Findings, arguments: argparse.Namespace
 ) -> None:
     threads = arguments.threads or min(_MOST_THREADS, os.cpu_count() or 1)
     is_shown = Style(sys.stderr).is_terminal and not (arguments.quiet or arguments.json)
@@ -69,7 +69,7 @@ def _run_jobs(
         pool.run([_guarded(job, report) for job in jobs], threads=threads)
 
 
-def _guarded(job: Callable[[], None], report: Report) -> Callable[[], None]:
+def _guarded(job: Callable[[], None], report: Findings) -> Callable[[], None]:
     """A job whose failure is damage, so that the other jobs go on."""
 
     def guarded() -> None:
@@ -87,7 +87,9 @@ def _guarded(job: Callable[[], None], report: Report) -> Callable[[], None]:
     return guarded
 
 
-def _document(path: str, parts: list[Inventory], report: Report, damages: list[Damage]) -> dict[str, object]:
+def _document(
+    path: str, parts: list[Inventory], report: Findings, damages: list[Damage]
+) -> dict[str, object]:
     return {
         "schema": "holdfast.verify/1",
         "path": path,
@@ -102,7 +104,7 @@ def _document(path: str, parts: list[Inventory], report: Report, damages: list[D
     }
 
 
-def _limits(parts: list[Inventory], report: Report) -> list[str]:
+def _limits(parts: list[Inventory], report: Findings) -> list[str]:
     """What could not be checked."""
     limits = [LIMITS] if any(part.source == "torch" for part in parts) else []
     return limits + [
@@ -111,7 +113,7 @@ def _limits(parts: list[Inventory], report: Report) -> list[str]:
 
 
 def _lines(
-    arguments: argparse.Namespace, parts: list[Inventory], report: Report, damages: list[Damage]
+    arguments: argparse.Namespace, parts: list[Inventory], report: Findings, damages: list[Damage]
 ) -> Iterator[str]:
     style = Style(sys.stdout)
     for damage in damages:
