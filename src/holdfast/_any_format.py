@@ -13,6 +13,9 @@ from holdfast.errors import CheckpointNotFoundError
 _TORCH_SAVE = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 """How files of ``torch.save`` are usually called. A local file may be called anything."""
 
+_BEGINNINGS = (b"PK\3\4", b"\x80\2")
+"""How they begin: as zip archives, or, before torch 1.6, as pickles."""
+
 
 def open_checkpoint(
     place: str | os.PathLike[str],
@@ -50,5 +53,7 @@ def _may_be_torch_save(path: str) -> bool:
     name = os.path.basename(path)
     if name == METADATA or metadata_rank(name) is not None or name.endswith(SUFFIX):
         return False
-    has_suffix = name.endswith(_TORCH_SAVE)
-    return has_suffix if folder is None else os.path.isfile(path) or (has_suffix and not os.path.isdir(path))
+    if folder is None or not os.path.isfile(path):
+        return name.endswith(_TORCH_SAVE) and not os.path.isdir(path)
+    with open(path, "rb") as file:
+        return file.read(4).startswith(_BEGINNINGS) or name.endswith(_TORCH_SAVE)

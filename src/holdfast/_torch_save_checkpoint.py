@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,7 @@ class TorchSaveCheckpoint(Checkpoint):
     def read(self, rank: int | None, name: str) -> Inventory:  # noqa: ARG002 - there is one part
         source = self._source
         structure = source.contents.structure
-        return inventory_of(
+        found = inventory_of(
             torch_save_manifest(source),
             source="torch.save",
             path=source.path,
@@ -46,6 +46,8 @@ class TorchSaveCheckpoint(Checkpoint):
             steps=structure,
             containers=containers_of(structure),
         )
+        # The second file is not one that a user could find.
+        return replace(found, files={source.name: source.contents.nbytes})
 
     def check_jobs(self, part: Inventory, report: Findings) -> Iterator[Callable[[], None]]:
         keys = _keys_by_place(part, self._source.name)

@@ -354,3 +354,8 @@ def test_a_single_safetensors_file_and_parts_of_ranks(root: Path, tmp_path: Path
         hf.open(tmp_path / "nobody")
     with pytest.raises(UsageError, match="framework"):
         hf.open(root / "ours", framework="jax")  # type: ignore[arg-type]
+
+
+def test_a_load_of_a_safetensors_folder_says_what_reads_it(root: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="HuggingFaceStorageReader"):
+        hf.load({"model.weight": torch.empty(60, 31, 3)}, checkpoint_id=root / "safetensors", no_dist=True)

@@ -105,11 +105,8 @@ def find_checkpoint(path: str) -> Checkpoint:
             raise CheckpointNotFoundError(f"{path}: there is no such file", path=path)
         return SafetensorsModel(store, [(None, "")], only_file=name)
     if folder is not None and not os.path.isdir(folder):
-        what = (
-            "is not a folder, not a .metadata file and not a file of tensors"
-            if os.path.exists(path)
-            else "there is no such folder"
-        )
+        is_file = os.path.exists(path)
+        what = "is not a folder, and no file of a checkpoint" if is_file else "there is no such folder"
         raise CheckpointNotFoundError(f"{path}: {what}", path=path)
     store = open_place(path.rstrip("/") or "/")
     # Folders inside a folder help to see what it is instead of a checkpoint.
