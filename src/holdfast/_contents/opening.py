@@ -4,10 +4,8 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from holdfast._contents.checking_parts import part_jobs
 from holdfast._contents.findings import Findings
 from holdfast._contents.inventory import Inventory, inventory_of, read_inventory
-from holdfast._contents.safetensors_files import LARGEST_INDEX, read_model_manifest
 from holdfast._format.names import METADATA, describe_data_files, metadata_rank
 from holdfast._format.safetensors import SUFFIX
 from holdfast._format.safetensors_index import INDEX
@@ -49,6 +47,9 @@ class Checkpoint:
 
     def check_jobs(self, part: Inventory, report: Findings) -> Iterator[Callable[[], None]]:
         """Report what metadata and folder alone tell of a part, and make the jobs that read the rest."""
+        # Only a verification needs it, and it takes a tenth of the time that `holdfast ls` may take.
+        from holdfast._contents.checking_parts import part_jobs  # noqa: PLC0415
+
         return part_jobs(self.store, part, self.sizes(), report)
 
     def parts(self) -> Iterator[Inventory]:
@@ -77,6 +78,9 @@ class SafetensorsModel(Checkpoint):
         return self.store.url if self.only_file is None else f"{self.store.url}/{self.only_file}"
 
     def read(self, rank: int | None, name: str) -> Inventory:
+        # Only safetensors files need it.
+        from holdfast._contents.safetensors_files import LARGEST_INDEX, read_model_manifest  # noqa: PLC0415
+
         manifest = read_model_manifest(self.store, only=self.only_file)
         # The headers are read with the files: only an index is a file of its own.
         nbytes = len(self.store.read(name, max_bytes=LARGEST_INDEX)) if name == INDEX else 0

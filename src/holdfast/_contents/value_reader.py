@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 from typing_extensions import Buffer
 
-from holdfast._contents.box_reader import LookRules
 from holdfast._contents.file_cache import FileCache
 from holdfast._contents.item_bytes import ItemBytes, ItemFile, naming
+from holdfast._contents.look_rules import LookRules
 from holdfast._contents.object_bytes import ObjectBytes, read_object
 from holdfast._format.item_table import StorageInfo
 from holdfast._io import pool

@@ -14,7 +14,6 @@ from holdfast._contents.opening import Checkpoint
 from holdfast._format.item_table import StorageInfo
 from holdfast.cli.exit_codes import FINE
 from holdfast.cli.failures import run_each
-from holdfast.cli.run_folder import find_run, write_run
 from holdfast.cli.small_objects import as_json, read_small, value_text
 from holdfast.cli.text import (
     Style,
@@ -51,6 +50,9 @@ def _list(path: str, arguments: argparse.Namespace) -> int:
     try:
         checkpoint = open_checkpoint(path)
     except CheckpointNotFoundError:
+        # Only the folder of a run needs it.
+        from holdfast.cli.run_folder import find_run, write_run  # noqa: PLC0415
+
         steps = find_run(path)
         if not any(step["complete"] for step in steps):
             raise
