@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         hf_storage,
         logger,
         logging_handlers,
+        manager,
         metadata,
         object_store,
         optimizer,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from holdfast.filesystem import FileSystemReader, FileSystemWriter
     from holdfast.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
     from holdfast.load_result import LoadResult
+    from holdfast.manager import CheckpointManager
     from holdfast.metadata import (
         BytesStorageMetadata,
         ChunkStorageMetadata,
@@ -70,6 +72,7 @@ __all__ = [
     "BytesStorageMetadata",
     "CheckpointError",
     "CheckpointException",
+    "CheckpointManager",
     "CheckpointView",
     "ChunkStorageMetadata",
     "DefaultLoadPlanner",
@@ -111,6 +114,7 @@ __all__ = [
     "load_state_dict",
     "logger",
     "logging_handlers",
+    "manager",
     "metadata",
     "object_store",
     "open",
@@ -144,6 +148,7 @@ _HOME = {
         "filesystem": ("FileSystemReader", "FileSystemWriter"),
         "hf_storage": ("HuggingFaceStorageReader", "HuggingFaceStorageWriter"),
         "load_result": ("LoadResult",),
+        "manager": ("CheckpointManager",),
         "metadata": (
             *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
             "TensorStorageMetadata",
