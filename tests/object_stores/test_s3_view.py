@@ -14,10 +14,11 @@ pytestmark = pytest.mark.one_core
 
 def test_a_view_and_the_commands_read_a_bucket(place: str, capsys: pytest.CaptureFixture[str]) -> None:
     small = {str(number): number for number in range(40)}
-    state = {"w": torch.arange(200_000.0).reshape(400, 500), "epoch": 3, "small": small}
+    weight = torch.arange(200_000.0).reshape(400, 500)
+    state = {"w": weight, "epoch": 3, "small": small}
     hf.save(state, checkpoint_id=place)
     with hf.open(place) as view:
-        assert torch.equal(view["w"][10:20, 5:], state["w"][10:20, 5:])
+        assert torch.equal(view["w"][10:20, 5:], weight[10:20, 5:])
         found = view.read()
         assert (found["epoch"], found["small"]) == (3, small)
         assert view.verify().ok
