@@ -8,9 +8,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from holdfast._contents.nested_state import Container, Path
 from holdfast._conversion.sources import Source
 from holdfast._geometry import volume
-from holdfast._plan.flatten import Container, Path, Structure, containers_of
+from holdfast._plan.flatten import Structure, containers_of
 from holdfast.errors import MissingKeyError, PlanError, UsageError
 from holdfast.per_rank import KEPT
 

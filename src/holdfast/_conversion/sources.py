@@ -22,7 +22,7 @@ from holdfast._storage.absence import explain_absence
 from holdfast._storage.item_places import places_of
 from holdfast._storage.metadata_reading import load_metadata
 from holdfast._storage.reading import LARGEST_METADATA, read_items
-from holdfast._storage.safetensors_reading import read_model_metadata
+from holdfast._storage.safetensors_metadata import read_model_metadata
 from holdfast._storage.torch_save_reading import read_torch_save_metadata
 from holdfast._storage.torch_save_source import TorchSaveSource
 from holdfast.errors import CheckpointNotFoundError, MetadataFormatError

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 
+from holdfast._contents.object_bytes import is_raw
 from holdfast._objects.allowed import StandIn, find_allowed
 from holdfast._objects.allowed_numpy import (
     ArrayName,
@@ -34,9 +35,6 @@ from holdfast._objects.torch_archive import pickle_record, read_storages, refuse
 from holdfast.errors import IntegrityError, UnsafeMetadataError
 
 _Globals: TypeAlias = Sequence[Callable[..., Any] | type]
-
-# How a pickle of nothing but bytes begins; their length follows.
-_BYTES, _BYTEARRAY = b"\x80\x04\x8e", b"\x80\x05\x96"
 
 
 def decode_object(
@@ -63,8 +61,7 @@ def decode_object(
             return torch.load(stream, weights_only=False)
         if isinstance(stream, LoadedObject):
             # Bytes that we stored are the payload itself; anything else in our containers is a pickle.
-            size = len(stream.payload).to_bytes(8, "little")
-            if stream.head.endswith((_BYTES + size, _BYTEARRAY + size)):
+            if is_raw(stream.head, stream.payload):
                 return stream.payload
             pickled: bytes | None = bytes(stream.payload)
         else:
@@ -75,11 +72,6 @@ def decode_object(
             return _unpickle(pickled, safe_globals, read_storages(stream))
         except NeedsTorchError:
             return _load_by_torch(stream, safe_globals)
-
-
-def is_bytearray(head: bytes) -> bool:
-    """Whether a container of ours, which begins like this, has the content of a bytearray in it."""
-    return head[-11:-8] == _BYTEARRAY
 
 
 def _unpickle(pickled: bytes, safe_globals: _Globals, storages: Callable[[str], bytearray]) -> Any:

@@ -1,6 +1,6 @@
 """What the exit codes of ``holdfast`` mean, and which of them an error leads to."""
 
-from holdfast.errors import IntegrityError, MetadataFormatError, UnsafeMetadataError
+from holdfast._contents.findings import says_damaged
 
 __all__ = ["DAMAGED", "FINE", "INTERRUPTED", "NOBODY_READS", "UNREADABLE", "WRONG_USAGE", "exit_code"]
 
@@ -13,8 +13,4 @@ INTERRUPTED, NOBODY_READS = 130, 141
 
 def exit_code(error: Exception) -> int:
     """What an error says of the checkpoint: that it is damaged, or that it could not be read at all."""
-    if isinstance(error, UnsafeMetadataError) or not isinstance(error, IntegrityError):
-        return UNREADABLE
-    # Metadata of a format newer than this program is sound: only then another one was expected.
-    is_newer = isinstance(error, MetadataFormatError) and error.expected is not None
-    return UNREADABLE if is_newer else DAMAGED
+    return DAMAGED if says_damaged(error) else UNREADABLE

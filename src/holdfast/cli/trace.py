@@ -5,13 +5,13 @@ import dataclasses
 import json
 from collections.abc import Iterator
 
+from holdfast._contents.opening import LARGEST_METADATA, Checkpoint, find_checkpoint
 from holdfast._format import manifest, metadata_file
 from holdfast._format.stored_record import open_record
 from holdfast._human_units import rate_text, seconds_text, size_text
 from holdfast._record_outputs.chrome_trace import chrome_trace
 from holdfast._transfer_record import PhaseSummary, TransferRecord, summarize
 from holdfast.cli.exit_codes import FINE
-from holdfast.cli.opening import LARGEST_METADATA, Checkpoint, find_checkpoint
 from holdfast.cli.text import aligned, counted, printable, write_json, write_lines
 from holdfast.errors import CheckpointNotFoundError
 

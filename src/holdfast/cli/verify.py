@@ -1,22 +1,17 @@
 """``holdfast verify``: reads every byte of a checkpoint, and names all that is not as it was saved."""
 
 import argparse
-import errno
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 
-from holdfast._io import pool
-from holdfast.cli.checking_parts import part_jobs, unused_files
-from holdfast.cli.checking_torch import LIMITS
-from holdfast.cli.exit_codes import DAMAGED, FINE, exit_code
-from holdfast.cli.inventory import Inventory
-from holdfast.cli.opening import Checkpoint, find_checkpoint
-from holdfast.cli.report import Damage, Report, shortened
+from holdfast._any_format import open_checkpoint
+from holdfast._contents.findings import Damage, Findings, shortened
+from holdfast._contents.inventory import Inventory
+from holdfast._contents.verifying import check_checkpoint, limits
+from holdfast.cli.exit_codes import DAMAGED, FINE
+from holdfast.cli.failures import run_each
 from holdfast.cli.text import Style, counted, printable, size_text, write_json, write_lines
-from holdfast.errors import CheckpointError, IntegrityError
-from holdfast.progress_display import tracking
 
 __all__ = ["run"]
 
@@ -25,69 +20,24 @@ _MOST_THREADS = 4
 
 def run(arguments: argparse.Namespace) -> int:
     """Check everything, print what was found, and return the exit code."""
-    checkpoint = find_checkpoint(arguments.path)
-    report = Report()
-    parts = _read_parts(checkpoint, report)
-    sizes = checkpoint.store.list()
-    jobs = [job for part in parts for job in part_jobs(checkpoint.store, part, sizes, report)]
-    for note in unused_files(checkpoint, parts, sizes):
-        report.note(note)
-    _run_jobs(jobs, parts, report, arguments)
+    return run_each(arguments.paths, lambda path: _verify(path, arguments))
+
+
+def _verify(path: str, arguments: argparse.Namespace) -> int:
+    report = Findings()
+    is_shown = Style(sys.stderr).is_terminal and not (arguments.quiet or arguments.json)
+    parts = check_checkpoint(open_checkpoint(path), report, threads=arguments.threads, progress=is_shown)
     damages = report.sorted_damages()
     if arguments.json:
-        write_json(_document(arguments.path, parts, report, damages))
+        write_json(_document(path, parts, report, damages))
     else:
-        write_lines(_lines(arguments, parts, report, damages))
+        write_lines(_lines(path, parts, report, damages, quiet=arguments.quiet))
     return DAMAGED if damages else FINE
 
 
-def _read_parts(checkpoint: Checkpoint, report: Report) -> list[Inventory]:
-    parts = [_read_part(checkpoint, rank, name, report) for rank, name in checkpoint.metadata_names]
-    return [part for part in parts if part is not None]
-
-
-def _read_part(checkpoint: Checkpoint, rank: int | None, name: str, report: Report) -> Inventory | None:
-    try:
-        return checkpoint.read(rank, name)
-    except IntegrityError as error:
-        if exit_code(error) != DAMAGED:
-            raise
-        message = f"{error} The data files that it names could not be checked."
-        report.damage("metadata", message, file=name, rank=rank)
-    return None
-
-
-def _run_jobs(
-    jobs: list[Callable[[], None]], parts: list[Inventory], report: Report, arguments: argparse.Namespace
-) -> None:
-    threads = arguments.threads or min(_MOST_THREADS, os.cpu_count() or 1)
-    is_shown = Style(sys.stderr).is_terminal and not (arguments.quiet or arguments.json)
-    with tracking(is_shown, f"checking {printable(arguments.path)}") as tracker:
-        if tracker is not None:
-            tracker.begin(sum(nbytes for part in parts for nbytes in part.files.values()))
-            report.on_progress = tracker.advance
-        pool.run([_guarded(job, report) for job in jobs], threads=threads)
-
-
-def _guarded(job: Callable[[], None], report: Report) -> Callable[[], None]:
-    """A job whose failure is damage, so that the other jobs go on."""
-
-    def guarded() -> None:
-        try:
-            job()
-        except CheckpointError as error:
-            name = os.path.basename(error.path) if error.path else None
-            report.damage("unreadable", str(error), file=name)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EPERM):
-                raise
-            name = os.path.basename(error.filename) if error.filename else None
-            report.damage("unreadable", f"it could not be read: {error.strerror}", file=name)
-
-    return guarded
-
-
-def _document(path: str, parts: list[Inventory], report: Report, damages: list[Damage]) -> dict[str, object]:
+def _document(
+    path: str, parts: list[Inventory], report: Findings, damages: list[Damage]
+) -> dict[str, object]:
     return {
         "schema": "holdfast.verify/1",
         "path": path,
@@ -98,35 +48,27 @@ def _document(path: str, parts: list[Inventory], report: Report, damages: list[D
         "checked_nbytes": report.checked_nbytes,
         "damage": [asdict(damage) for damage in damages],
         "notes": report.notes,
-        "limits": _limits(parts, report),
+        "limits": limits(parts, report),
     }
 
 
-def _limits(parts: list[Inventory], report: Report) -> list[str]:
-    """What could not be checked."""
-    limits = [LIMITS] if any(part.source == "torch" for part in parts) else []
-    return limits + [
-        f"{counted(count, 'item')} not checked: {why}" for why, count in report.unchecked.items()
-    ]
-
-
 def _lines(
-    arguments: argparse.Namespace, parts: list[Inventory], report: Report, damages: list[Damage]
+    path: str, parts: list[Inventory], report: Findings, damages: list[Damage], *, quiet: bool
 ) -> Iterator[str]:
     style = Style(sys.stdout)
     for damage in damages:
         yield f"{style.bad('damaged')}  {printable(_where(damage))}: {printable(damage.message)}"
-    if arguments.quiet:
+    if quiet:
         return
     for note in report.notes:
         yield f"{style.bold('note')}     {printable(note)}"
-    for limit in _limits(parts, report):
+    for limit in limits(parts, report):
         yield f"{style.bold('limit')}    {printable(limit)}"
     files = sum(len(part.files) for part in parts)
     items = sum(1 for part in parts for _ in part.items())
     what = f"{counted(items, 'item')} in {counted(files, 'data file')}"
     verdict = style.bad("DAMAGED") if damages else style.good("sound")
-    yield f"{printable(arguments.path)}: {verdict}: {what}, {size_text(report.checked_nbytes)} checked"
+    yield f"{printable(path)}: {verdict}: {what}, {size_text(report.checked_nbytes)} checked"
 
 
 def _where(damage: Damage) -> str:

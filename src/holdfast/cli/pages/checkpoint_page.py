@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from holdfast._contents.inventory import Inventory
 from holdfast._format.names import parse_data_file
 from holdfast._human_units import rate_text, seconds_text, size_text
 from holdfast._transfer_record import TransferRecord
-from holdfast.cli.inventory import Inventory
 from holdfast.cli.pages.bars import Bar, bars
 from holdfast.cli.pages.colours import phase_colour, rank_colour
 from holdfast.cli.pages.page import facts, legend, page, section, table

@@ -5,8 +5,8 @@ from html import escape
 from math import prod
 from typing import NamedTuple
 
+from holdfast._contents.inventory import Ints, TensorEntry
 from holdfast._human_units import size_text
-from holdfast.cli.inventory import Ints, TensorEntry
 from holdfast.cli.pages.colours import rank_colour
 from holdfast.cli.pages.svg import box, drawing, element
 
