@@ -85,7 +85,7 @@ class FitReport:
 
 
 def _lines_of_missing(missing: list[str], unclaimed: set[str]) -> tuple[list[tuple[str, int]], bool]:
-    """Lines, and how many keys each is about; and whether it is not known under which names the rest is there.
+    """Lines, and how many keys each is about; and whether some keys may not be there under any name.
 
     Keys that are there with another prefix are one line.
     """
@@ -117,9 +117,9 @@ def _lines_of_missing(missing: list[str], unclaimed: set[str]) -> tuple[list[tup
 
 
 def _under_its_key(asked: str, stored: str) -> str:
-    """What to do if the checkpoint has under one key of the state what is asked for under another, or none."""
+    """What to do if keys stand under another key in the checkpoint than in the state, or under none."""
     if not stored:
-        return f"The checkpoint has these keys without {asked!r}: load what stands there in your state by itself."
+        return f"The checkpoint has them without {asked!r}: load what stands there in your state by itself."
     instead = f", not under {asked!r}" if asked else ""
     return f"Load them under the key that the checkpoint has{instead}: {{{stored!r}: ...}}."
 
