@@ -1,6 +1,6 @@
 """What ranks do to test that a broadcast of state dicts fails on all of them, or on none."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -91,7 +91,7 @@ def check_tensors_made_of_others(rank: int) -> None:
     assert_same_parts(optimizer.state[model.weight]["momentum_buffer"], sent.scaled.data)
     assert optimizer.state[model.bias]["momentum_buffer"].all()
 
-    model = fully_shard(nn.Linear(8, 4), mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     expect_everywhere("cannot divide a .*BlockScaled", model, whole, optimizer)
     assert not optimizer.state
@@ -101,7 +101,7 @@ def check_failing_broadcasts() -> None:
     """What rank 0 cannot send changes nothing anywhere; what one rank cannot take raises on all ranks."""
     rank = dist.get_rank()
     scaled = BlockScaled.random(4, 8)
-    nameless = type("Nameless", (BlockScaled,), {}).random(4, 8)  # no rank finds it by its name
+    nameless = cast("Any", type("Nameless", (BlockScaled,), {})).random(4, 8)  # no rank finds it by name
     unsendable: dict[str, Any] = {
         "Can't (pickle|get) local object": {"weight": torch.ones(3), "_extra_state": lambda: 0},
         "Nameless cannot be rebuilt": {"weight": torch.ones(3), "_extra_state": nameless},

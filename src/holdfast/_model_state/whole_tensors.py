@@ -110,7 +110,7 @@ def fill(target: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def copied(value: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """A copy, on ``device``. Of a tensor that is made of others the parts are copied: its class may not copy."""
+    """A copy, on ``device``. If a tensor is made of others these are copied: its class may know no copy."""
     if isinstance(value, DTensor) or not is_made_of_parts(value):
         return value.detach().to(device or value.device, copy=True)
     return put_together(value.detach(), _copied_parts(take_apart(value, "a state dict"), device))
