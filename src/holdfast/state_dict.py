@@ -208,7 +208,9 @@ def set_optimizer_state_dict(
     Raises:
         RuntimeError: ``strict`` is True, and a parameter that requires gradients is in no group of the state
             dict; or the state dict is empty. Nothing has been changed.
-        ValueError: A parameter of an optimizer is not in the model, or numbers do not fit its groups.
+        ValueError: A parameter of an optimizer is not in the model, numbers do not fit its groups, or the
+            state dict is that of another kind of optimizer, such as an SGD's for an AdamW. Nothing has been
+            changed.
     """
     chosen = checked_options(options)
     listed = _listed(optimizers)

@@ -80,6 +80,13 @@ def test_a_missing_data_file_is_not_a_first_start(folder: Path) -> None:
     assert set(os.listdir(folder)) == rest
 
 
+def test_a_missing_file_of_one_value_names_that_value_alone(tmp_path: Path) -> None:
+    hf.save({"weight": torch.ones(3)}, checkpoint_id=tmp_path)
+    (tmp_path / data_files(tmp_path)[0]).unlink()
+    with pytest.raises(IncompleteCheckpointError, match=r": weight: __0_0-"):
+        hf.load({"weight": torch.ones(3)}, checkpoint_id=tmp_path)
+
+
 def test_a_missing_data_file_of_torch_or_of_an_own_part_is_not_a_first_start(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "torch-2.13" / "plain", tmp_path / "torch")
     hf.save(small_state(1), checkpoint_id=tmp_path / "own", use_collectives=False)

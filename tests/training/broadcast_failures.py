@@ -1,15 +1,17 @@
 """What ranks do to test that a broadcast of state dicts fails on all of them, or on none."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from tests.support.states import assert_same
-from tests.support.subclasses import BlockScaled
+from tests.support.subclasses import BlockScaled, RowScaled, assert_same_parts
 from tests.training.model_states import FROM_RANK0, expect_everywhere
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from holdfast.state_dict import set_model_state_dict
+from holdfast.state_dict import get_model_state_dict, set_model_state_dict, set_optimizer_state_dict
 
 
 class Extra(nn.Module):
@@ -54,13 +56,55 @@ def _load_on_rank_0() -> OnlyRank0:
     return OnlyRank0()
 
 
+class Weights(nn.Module):
+    """A parameter that is made of other tensors, and one whose class can hardly do anything."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.scaled = nn.Parameter(BlockScaled.random(4, 8, seed=seed), requires_grad=False)
+        self.register_buffer("rows", RowScaled(torch.full((3, 2), seed), torch.full((3,), float(seed))))
+
+
+def check_tensors_made_of_others(rank: int) -> None:
+    """They are sent as their parts, into memory that is there and into models without any."""
+    sent = Weights(seed=1)
+    state = get_model_state_dict(sent) if rank == 0 else {}
+    with torch.device("meta"):
+        empty: Any = nn.Module()
+        empty.scaled = nn.Parameter(torch.empty(4, 8), requires_grad=False)
+        empty.register_buffer("rows", torch.empty(3, 2))
+    set_model_state_dict(empty, state, options=FROM_RANK0)
+    assert_same_parts(empty.scaled.data, sent.scaled.data)
+    assert_same_parts(empty.rows, sent.rows)
+
+    filled: Any = Weights(seed=2)
+    del filled.rows
+    state = {"scaled": sent.scaled} if rank == 0 else {}
+    set_model_state_dict(filled, state, options=FROM_RANK0)
+    assert_same_parts(filled.scaled.data, sent.scaled.data)
+
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    moments = {"weight": {"momentum_buffer": sent.scaled.data}, "bias": {"momentum_buffer": torch.ones(4)}}
+    whole = {"state": moments, "param_groups": [{"params": ["weight", "bias"], "lr": 0.5}]}
+    set_optimizer_state_dict(model, optimizer, whole if rank == 0 else {}, options=FROM_RANK0)
+    assert_same_parts(optimizer.state[model.weight]["momentum_buffer"], sent.scaled.data)
+    assert optimizer.state[model.bias]["momentum_buffer"].all()
+
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    expect_everywhere("cannot divide a .*BlockScaled", model, whole, optimizer)
+    assert not optimizer.state
+
+
 def check_failing_broadcasts() -> None:
     """What rank 0 cannot send changes nothing anywhere; what one rank cannot take raises on all ranks."""
     rank = dist.get_rank()
     scaled = BlockScaled.random(4, 8)
+    nameless = cast("Any", type("Nameless", (BlockScaled,), {})).random(4, 8)  # no rank finds it by name
     unsendable: dict[str, Any] = {
         "Can't (pickle|get) local object": {"weight": torch.ones(3), "_extra_state": lambda: 0},
-        "the class BlockScaled": {"weight": torch.ones(3), "_extra_state": scaled},
+        "Nameless cannot be rebuilt": {"weight": torch.ones(3), "_extra_state": nameless},
         "on the meta device": {"weight": torch.ones(3, device="meta"), "_extra_state": 0},
         "knows_only_rank_0": {"weight": torch.ones(3), "_extra_state": OnlyRank0()},
     }
@@ -82,6 +126,13 @@ def check_failing_broadcasts() -> None:
     set_model_state_dict(model, state, options=FROM_RANK0)
     assert_same(model.extra, nested)
     assert model.weight.all()
+
+    scaled.table[:] = torch.arange(16.0)
+    nested = {"scaled": scaled, "also": torch.ones(1)}
+    state = {"weight": torch.ones(3), "_extra_state": nested} if rank == 0 else {}
+    set_model_state_dict(model, state, options=FROM_RANK0)
+    assert_same_parts(model.extra["scaled"], scaled)
+    check_tensors_made_of_others(rank)
 
     refused: Any = Extra(0)
     if rank == 1:

@@ -13,7 +13,13 @@ from torch import nn
 import holdfast
 from holdfast import TrainingState
 from holdfast.errors import PlanError
-from holdfast.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from holdfast.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -47,7 +53,11 @@ def training(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
     return {"training": TrainingState(model, optimizer, step=0)}
 
 
-FORMS = [as_objects, by_names, flattened, training]
+def state_dicts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+FORMS = [as_objects, by_names, flattened, training, state_dicts]
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
@@ -72,7 +82,8 @@ def test_an_optimizer_of_another_kind_is_refused_before_anything_is_changed(
     resumed = MAKERS[loaded](other.parameters())
     before = {name: value.clone() for name, value in other.state_dict().items()}
     options = dict(resumed.param_groups[0])
-    message = rf"(?s)optimizer: .*another kind \(nothing was changed\).*{loaded}, has 1 group"
+    name = loaded if form is not state_dicts else r"of which the state has the state_dict\(\)"
+    message = rf"(?s)optimizer: .*another kind \(nothing was changed\).*{name}, has 1 group"
     with pytest.raises(PlanError, match=message) as caught:
         holdfast.load(form(other, resumed), checkpoint_id=tmp_path)
     kept = {"SGD": "momentum_buffer", "AdamW": "exp_avg", "RMSprop": "square_avg"}[saved]
@@ -97,13 +108,35 @@ def test_options_of_other_versions_and_of_schedulers_do_not_make_another_kind(
     holdfast.save(form(model, optimizer), checkpoint_id=tmp_path)
     other = make_model()
     resumed = torch.optim.AdamW(other.parameters())
-    resumed.param_groups[0]["lr_scale"] = 2.0
+    if form is not state_dicts:  # it does not tell an option of the user's own from one that is needed
+        resumed.param_groups[0]["lr_scale"] = 2.0
     state = form(other, resumed)
     holdfast.load(state, checkpoint_id=tmp_path)
     if form in (as_objects, training):
         assert resumed.param_groups[0]["lr"] == 0.5
         assert resumed.param_groups[0]["lr_scale"] == 2.0
         assert len(resumed.state) == 4
+
+
+@pytest.mark.parametrize("options", [StateDictOptions(), _FLAT, StateDictOptions(strict=False)])
+@pytest.mark.parametrize(("saved", "loaded"), [("SGD", "AdamW"), ("AdamW", "SGD")])
+def test_the_state_dict_of_another_kind_of_optimizer_is_not_set(
+    saved: str, loaded: str, options: StateDictOptions
+) -> None:
+    model, other = make_model(), make_model(seed=2)
+    optimizer, resumed = MAKERS[saved](model.parameters()), MAKERS[loaded](other.parameters())
+    step(model, optimizer)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(ValueError, match=rf"another kind \(nothing was changed\).*{loaded}, has 1 group"):
+        set_state_dict(
+            other,
+            resumed,
+            model_state_dict=get_model_state_dict(model),
+            optim_state_dict=get_optimizer_state_dict(model, optimizer, options=options),
+            options=options,
+        )
+    assert_same(dict(other.state_dict()), before)
+    assert not resumed.state
 
 
 def test_an_optimizer_that_changes_what_it_loads_decides_for_itself(tmp_path: Path) -> None:

@@ -13,7 +13,13 @@ import torch
 from tests.support.tools import need_root
 
 import holdfast
-from holdfast.errors import CheckpointExistsError, NotAFolderError, UsageError
+from holdfast.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    NotAFolderError,
+    PlanError,
+    UsageError,
+)
 
 hf: Any = holdfast  # the types know the signatures of torch, and nothing of what people do
 
@@ -127,6 +133,13 @@ def test_a_file_in_place_of_the_folder_is_not_a_first_start(tmp_path: Path, name
     assert (tmp_path / name).read_text() == "precious"
 
 
+def test_a_data_file_in_place_of_its_folder_names_the_folder(tmp_path: Path) -> None:
+    hf.save(state(), tmp_path)
+    file = next(tmp_path.glob("*.distcp"))
+    with pytest.raises(NotAFolderError, match=f"Name the folder that it is in: {tmp_path}$"):
+        hf.load(state(), file)
+
+
 def test_a_place_below_a_file_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "model.pt").touch()
     with pytest.raises(NotAFolderError):
@@ -237,3 +250,52 @@ def test_values_that_are_not_loaded_are_told_in_one_line_with_cause_and_remedy(
     assert "5 value(s) of the checkpoint are not loaded, because the state does not have them" in said
     assert "model.b, model.c, model.d, ... " in said
     assert "strict=True makes this an error, strict=False hides it" in said
+
+
+@pytest.mark.parametrize(
+    ("wanted", "says"),
+    [
+        ({"net": {"weight": torch.ones(2), "bias": torch.ones(1)}}, "not under 'net': {'model': ...}"),
+        ({"weight": torch.ones(2), "bias": torch.ones(1)}, "key that the checkpoint has: {'model': ...}"),
+        ({"model": {"extra": torch.ones(1)}}, "allow_partial_load=True"),
+        ({"model": {"weight": torch.ones(9)}}, "ignore_mismatched_sizes=True"),
+        ({"model": None}, "Put there what is to be filled"),
+    ],
+    ids=["another key", "no key", "missing", "shape", "None"],
+)
+def test_what_does_not_fit_is_answered_with_the_remedy(
+    tmp_path: Path, wanted: dict[str, Any], says: str
+) -> None:
+    hf.save({"model": {"weight": torch.ones(2), "bias": torch.ones(1)}}, tmp_path)
+    with pytest.raises(PlanError) as caught:
+        hf.load(wanted, tmp_path)
+    assert says in str(caught.value)
+    # Who has given a wrong key does not want to go on without the values.
+    assert ("allow_partial_load" in str(caught.value)) == ("allow_partial_load" in says)
+
+
+def test_keys_that_are_there_without_a_key_above_them_are_loaded_by_themselves(tmp_path: Path) -> None:
+    hf.save({"weight": torch.ones(2), "bias": torch.ones(1)}, tmp_path)
+    with pytest.raises(PlanError, match=r"without 'model': load what stands there in your state by itself"):
+        hf.load({"model": {"weight": torch.ones(2), "bias": torch.ones(1)}}, tmp_path)
+
+
+def test_a_partial_load_under_a_wrong_key_names_what_the_checkpoint_has(tmp_path: Path) -> None:
+    hf.save({"model": torch.nn.Linear(2, 2)}, tmp_path)
+    with pytest.raises(PlanError, match=r"asks for 'net\.weight'; the checkpoint has 'model\.weight'"):
+        hf.load({"net": torch.nn.Linear(2, 2)}, tmp_path, allow_partial_load=True)
+
+
+def test_a_device_that_is_not_there_is_refused_only_if_memory_is_needed_on_it(tmp_path: Path) -> None:
+    hf.save({"model": torch.nn.Linear(2, 2)}, tmp_path)
+    # An index that no machine has, so that the test is the same on those with a GPU.
+    hf.load({"model": torch.nn.Linear(2, 2)}, tmp_path, device="cuda:99")
+    model = torch.nn.Linear(2, 2, device="meta")
+    with pytest.raises(UsageError, match="device='cuda:99': this process cannot use that device"):
+        hf.load({"model": model}, tmp_path, device="cuda:99")
+    assert model.weight.is_meta
+
+
+def test_a_tilde_in_a_path_is_explained() -> None:
+    with pytest.raises(CheckpointNotFoundError, match="expanduser"):
+        hf.load(state(), "~/there/is/no/such/folder")

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast._engine.missing_state import StateMaker
-from holdfast._engine.optimizer_kind import refuse_other_kind
 from holdfast._model_state.flat_optimizer_state import GROUPS, STATE, parameter_of
+from holdfast._model_state.optimizer_kind import refuse_other_kind
 from holdfast._parameter_states import ParameterStates
 from holdfast._tensors.tensor_parts import TensorParts
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast._engine.missing_state import StateMaker
 from holdfast._engine.optimizer_groups import assign_groups, check_sizes, listed_groups
-from holdfast._engine.optimizer_kind import refuse_other_kind
+from holdfast._model_state.optimizer_kind import refuse_other_kind, refuse_other_options
 from holdfast._model_state.parameter_names import names_by_parameter
 from holdfast._model_state.state_dict_options import StateDictOptions
 from holdfast._parameter_states import ParameterStates
@@ -52,9 +52,7 @@ class _Room:
             listed, of_groups = [], None
         if isinstance(of_states, Mapping):
             self.are_numbers = any(str(key).isdecimal() for key in of_states) if of_states else None
-        refuse_other_kind(
-            self.optimizers, listed, of_states if isinstance(of_states, Mapping) else {}, key=self.key
-        )
+        self.refuse_other_kind(listed, of_states if isinstance(of_states, Mapping) else {})
         if isinstance(of_states, Mapping):
             self.node["state"] = self._room_for_states(states, of_states)
         # An option that the checkpoint does not have keeps its value: older versions had fewer.
@@ -107,6 +105,10 @@ class _Room:
         """The key in the dict of what is stored under ``key``; None if there is no such parameter."""
         raise NotImplementedError
 
+    def refuse_other_kind(self, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any]) -> None:
+        """Raise if what was saved is the state of another kind of optimizer."""
+        refuse_other_kind(self.optimizers, groups, states, key=self.key)
+
     def _maker(self, parameter: torch.Tensor | None) -> StateMaker:
         return StateMaker(parameter, self.layout.is_whole, self.layout.device)
 
@@ -137,6 +139,9 @@ class PlainRoom(_Room):
         if not are_numbers:
             return None
         return int(key) if str(key).isdecimal() else key
+
+    def refuse_other_kind(self, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any]) -> None:
+        refuse_other_options(self.before[1], groups, states, key=self.key)
 
     def settle(self) -> None:
         states, groups = self.before

@@ -323,7 +323,7 @@ def _not_a_folder(path: str) -> NotAFolderError:
     while not os.path.exists(path):
         path = os.path.dirname(path)
     folder, name = os.path.split(path)
-    if name == METADATA:
+    if name == METADATA or os.path.exists(os.path.join(folder, METADATA)):
         hint = f"Name the folder that it is in: {folder}"
     else:
         hint = "A checkpoint is a folder: name another path. (What torch.save wrote is read by torch.load.)"

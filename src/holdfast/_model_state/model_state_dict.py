@@ -15,7 +15,14 @@ from holdfast._model_state.parameter_names import ModelNames, frozen_names
 from holdfast._model_state.patched_methods import unpatched_method
 from holdfast._model_state.rank0_broadcast import SentState, SentTensor
 from holdfast._model_state.state_dict_options import StateDictOptions
-from holdfast._model_state.whole_tensors import changed_leaves, delivered, fill, is_left_to_rank0, shared_out
+from holdfast._model_state.whole_tensors import (
+    changed_leaves,
+    copied,
+    delivered,
+    fill,
+    is_left_to_rank0,
+    shared_out,
+)
 from holdfast._user_warning import warn_user
 
 IncompatibleKeys: TypeAlias = _IncompatibleKeys
@@ -211,7 +218,7 @@ class _Loading:
             kind = target.device_mesh.device_type
             device = self.device if self.device is not None else torch.device(kind)
             return shared_out(whole, target, device)
-        return whole.detach().to(self.device or whole.device, copy=True)
+        return copied(whole, self.device)
 
 
 def _received(model: nn.Module, state: Mapping[str, Any], options: StateDictOptions) -> _Loading:
@@ -237,7 +244,7 @@ def _received(model: nn.Module, state: Mapping[str, Any], options: StateDictOpti
             continue
         try:
             if key is None:
-                inner[form] = tensor.clone()
+                inner[form] = copied(tensor)
             else:
                 loading.values[key] = loading.placed(key, tensor)
         except Exception as error:  # noqa: BLE001 - all ranks raise it

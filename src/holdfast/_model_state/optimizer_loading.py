@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 
 from holdfast._model_state.exact_load import ParameterNumbers, load_exactly
 from holdfast._model_state.flat_optimizer_state import GROUPS, PARAM_NAMES, PARAMS, STATE, unflattened
+from holdfast._model_state.optimizer_kind import refuse_other_kind
 from holdfast._model_state.optimizer_state_dict import NamedOptimizer, named_optimizers
-from holdfast._model_state.optimizer_tensors import placed_state, received_states
+from holdfast._model_state.optimizer_tensors import placed_state, received_states, refuse_indivisible
 from holdfast._model_state.rank0_broadcast import SentState
 from holdfast._model_state.saved_groups import SavedGroups
 from holdfast._model_state.state_dict_options import StateDictOptions
@@ -56,6 +57,7 @@ def set_optimizers(
     problem, fitted = None, []
     try:
         fitted = _fitted(named, _read(sent.tree, named), options)
+        refuse_indivisible(fitted)
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
         problem = error
     sent.agree(problem)
@@ -121,8 +123,10 @@ def _fitted(
 
     Raises:
         RuntimeError: A parameter that requires gradients is not known, and the options say strict.
-        ValueError: There is a state that belongs to no parameter, and more than one optimizer.
+        ValueError: There is a state that belongs to no parameter, and more than one optimizer; or, as a
+            PlanError, this is the state of another kind of optimizer.
     """
+    refuse_other_kind([one.optimizer for one in named], saved.groups.options, saved.states)
     chosen = [[saved.known_name(names) for names in one.names] for one in named]
     missing = [
         one.names[number][0]

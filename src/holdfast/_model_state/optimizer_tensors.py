@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from holdfast._model_state.flat_optimizer_state import GROUPS, PARAMS, STATE
 from holdfast._model_state.optimizer_state_dict import NamedOptimizer
 from holdfast._model_state.rank0_broadcast import SentState, SentTensor
-from holdfast._model_state.whole_tensors import changed_leaves, replicated, shared_out
+from holdfast._model_state.whole_tensors import changed_leaves, copied, replicated, shared_out
 
 
 def placed_state(value: Any, key: Any, parameter: DTensor, current: Any) -> Any:
@@ -65,7 +65,7 @@ def received_states(
             return value
         if value.number in used:
             # Two optimizers share the parameter, and the state dict has one state for both.
-            return made[value.number].clone()
+            return copied(made[value.number])
         used.add(value.number)
         return made[value.number]
 
@@ -77,6 +77,20 @@ def received_states(
         ]
         found.append((one, {STATE: changed_leaves(loaded[STATE], arrived), GROUPS: groups}))
     return found
+
+
+def refuse_indivisible(fitted: Sequence[tuple[NamedOptimizer, dict[str, Any]]]) -> None:
+    """Raise if a tensor that is made of others would have to be shared out to ranks.
+
+    Raises:
+        TypeError: It would.
+    """
+    for form, place in _destinations(fitted):
+        if form.parts is not None and isinstance(place.parameter, DTensor) and form.shape:
+            raise TypeError(
+                f"broadcast_from_rank0 cannot divide a {form.parts.class_name} over the ranks of a "
+                "parameter. Load it from a checkpoint instead"
+            )
 
 
 def _destinations(
@@ -113,5 +127,5 @@ def _kept(tensor: torch.Tensor, place: _Destination) -> torch.Tensor:
         return placed
     # Counters are on the CPU; the optimizer moves them to where it needs them.
     if place.parameter is None or tensor.dim() == 0:
-        return tensor.to("cpu", copy=True)
-    return tensor.to(place.parameter.device, copy=True)
+        return copied(tensor, torch.device("cpu"))
+    return copied(tensor, place.parameter.device)

@@ -1,9 +1,12 @@
-"""Rank 0 sends values to all ranks: first a description of everything, then tensor by tensor."""
+"""Rank 0 sends values to all ranks: first a description of everything, then tensor by tensor.
+
+A tensor that is made of other tensors is sent as these, one after the other, and put together again.
+"""
 
 import math
 import pickle
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +15,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from holdfast._model_state.whole_tensors import changed_leaves
-from holdfast._tensors.tensor_parts import has_parts
+from holdfast._tensors.tensor_parts import TensorParts, is_made_of_parts, take_apart
 
 WINDOW = 32 << 20
 """Bytes sent at once: tensors that are smaller travel together, and a larger one alone."""
@@ -27,11 +30,13 @@ class SentTensor:
         number: Its place in the order in which tensors are sent.
         shape: Its shape.
         dtype: Its dtype.
+        parts: If it is made of other tensors: what stands for these. Its number is that of the last of them.
     """
 
     number: int
     shape: torch.Size
     dtype: torch.dtype
+    parts: TensorParts | None = field(default=None, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -53,6 +58,7 @@ class SentState:
         self._device = _device_of_group(device)
         self._sources: list[torch.Tensor] = []
         self._forms: list[SentTensor] = []
+        self._wholes: list[SentTensor] = []  # those that are made of others
         self._problem: Exception | None = None
         self.tree: Any = {}
         message: list[Any] = [self._packed(tree) if dist.get_rank() == 0 else None]
@@ -62,7 +68,10 @@ class SentState:
                 self._problem = _problem_of(0, message[0])
             return
         try:
-            self.tree, self._forms = pickle.loads(message[0])
+            self.tree, self._forms, self._wholes = pickle.loads(message[0])
+            for whole in self._wholes:
+                # What cannot be put together is found before tensors are on their way.
+                _put_together(whole, {form.number: _without_values(form) for form in self._forms})
         except Exception as error:  # noqa: BLE001 - such as a class that this rank cannot import
             self._problem = error
 
@@ -71,7 +80,7 @@ class SentState:
         try:
             described = self._described(tree)
             self._refuse_unsendable()
-            return pickle.dumps((described, self._forms))
+            return pickle.dumps((described, self._forms, self._wholes))
         except Exception as error:  # noqa: BLE001 - all ranks raise it
             self._problem = error
             return _as_text(error)
@@ -80,20 +89,34 @@ class SentState:
         def describe(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_quantized:
                 return value
+            if is_made_of_parts(value) and not isinstance(value, DTensor):
+                return self._described_whole(value)
             self._sources.append(value.detach())
             self._forms.append(SentTensor(len(self._forms), value.shape, value.dtype))
             return self._forms[-1]
 
         return changed_leaves(tree, describe)
 
+    def _described_whole(self, value: torch.Tensor) -> SentTensor:
+        count = len(self._forms)
+        parts = self._described_parts(take_apart(value, "broadcast_from_rank0"))
+        if len(self._forms) == count:
+            raise TypeError(f"broadcast_from_rank0 cannot send a {type(value).__name__}: it has no parts")
+        self._wholes.append(SentTensor(len(self._forms) - 1, value.shape, value.dtype, parts))
+        return self._wholes[-1]
+
+    def _described_parts(self, parts: TensorParts) -> TensorParts:
+        described = {
+            name: self._described_parts(part) if isinstance(part, TensorParts) else self._described(part)
+            for name, part in parts.items()
+        }
+        return TensorParts(described, about=parts.about)
+
     def _refuse_unsendable(self) -> None:
         for source in self._sources:
             is_sharded = isinstance(source, DTensor | ShardedTensor)
             if is_sharded:
                 raise ValueError("broadcast_from_rank0 needs a whole state dict; rank 0 has sharded tensors")
-            if has_parts(type(source)):
-                name = type(source).__name__
-                raise TypeError(f"broadcast_from_rank0 cannot send tensors of the class {name}")
             if source.is_meta:
                 raise ValueError("broadcast_from_rank0 needs values; rank 0 has tensors on the meta device")
 
@@ -125,6 +148,19 @@ class SentState:
         A tensor may be overwritten or let go of as soon as the next one is asked for: copy what you keep. Ask
         for all of them, as the other ranks do.
         """
+        wholes = {whole.number: whole for whole in self._wholes}
+        are_parts = {number for whole in self._wholes for number in _numbers_in(whole.parts)}
+        arrived: dict[int, torch.Tensor] = {}
+        for form, tensor in self._plain_tensors():
+            if form.number not in are_parts:
+                yield form, tensor
+                continue
+            arrived[form.number] = tensor.clone()
+            if form.number in wholes:
+                yield wholes[form.number], _put_together(wholes[form.number], arrived)
+                arrived = {}
+
+    def _plain_tensors(self) -> Iterator[tuple[SentTensor, torch.Tensor]]:
         windows = list(_windows(self._forms))
         is_sender = dist.get_rank() == 0
         # One buffer for all windows: many that come and go leave holes that the kept parts do not fill. The
@@ -158,6 +194,30 @@ class SentState:
 
     def _source(self, form: SentTensor) -> torch.Tensor:
         return self._sources[form.number].resolve_conj().resolve_neg().to(self._device).contiguous()
+
+
+def _numbers_in(parts: Any) -> Iterator[int]:
+    if isinstance(parts, SentTensor):
+        yield parts.number
+    elif isinstance(parts, TensorParts):
+        for part in parts.values():
+            yield from _numbers_in(part)
+
+
+def _put_together(whole: SentTensor, arrived: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """The tensor that is made of parts that have arrived."""
+
+    def filled(part: Any) -> Any:
+        if isinstance(part, TensorParts):
+            return TensorParts({name: filled(one) for name, one in part.items()}, about=part.about)
+        return arrived[part.number] if isinstance(part, SentTensor) else part
+
+    made: torch.Tensor = filled(whole.parts).rebuild()
+    return made
+
+
+def _without_values(form: SentTensor) -> torch.Tensor:
+    return torch.empty(form.shape, dtype=form.dtype, device="meta")
 
 
 def _as_text(problem: Exception) -> str:

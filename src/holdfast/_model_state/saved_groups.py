@@ -14,7 +14,8 @@ class SavedGroups:
     def __init__(self) -> None:
         self.place_of: dict[Any, int] = {}
         """For each parameter that was in any group, the number of its group."""
-        self._options: list[Mapping[str, Any]] = []
+        self.options: list[Mapping[str, Any]] = []
+        """The options of each group."""
         self._empty: list[int] = []
 
     def add(self, options: Mapping[str, Any], names: Sequence[Any]) -> None:
@@ -24,8 +25,8 @@ class SavedGroups:
             options: Its options.
             names: The parameters that were in it.
         """
-        place = len(self._options)
-        self._options.append(options)
+        place = len(self.options)
+        self.options.append(options)
         self.place_of.update(dict.fromkeys(names, place))
         if not names:
             self._empty.append(place)
@@ -45,12 +46,12 @@ class SavedGroups:
             names: The parameters of each of them. Those that were not saved do not matter.
         """
         places = [self._places(group, of_group) for group, of_group in zip(own, names, strict=True)]
-        taken = [dict(self._options[found[0]]) if found else {} for found in places]
+        taken = [dict(self.options[found[0]]) if found else {} for found in places]
         sharing: dict[int, list[int]] = {}
         for number, found in enumerate(places):
             for place in found:
                 sharing.setdefault(place, []).append(number)
-        kept = [_unlike([self._options[place] for place in found]) for found in places]
+        kept = [_unlike([self.options[place] for place in found]) for found in places]
         for numbers in sharing.values():
             unlike = _unlike([own[number] for number in numbers])
             for number in numbers:

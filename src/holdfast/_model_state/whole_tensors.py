@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from holdfast._model_state.state_dict_options import StateDictOptions
 from holdfast._tensors.dtensors import held_pieces, local_tensor, memory_of_piece, narrowed
+from holdfast._tensors.tensor_parts import TensorParts, is_made_of_parts, put_together, take_apart
 
 
 def changed_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
@@ -106,6 +107,21 @@ def fill(target: torch.Tensor, whole: torch.Tensor) -> None:
         return
     for piece in held_pieces(target):
         memory_of_piece(target, piece).copy_(narrowed(whole, piece.offsets, piece.lengths))
+
+
+def copied(value: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """A copy, on ``device``. If a tensor is made of others these are copied: its class may know no copy."""
+    if isinstance(value, DTensor) or not is_made_of_parts(value):
+        return value.detach().to(device or value.device, copy=True)
+    return put_together(value.detach(), _copied_parts(take_apart(value, "a state dict"), device))
+
+
+def _copied_parts(parts: TensorParts, device: torch.device | None) -> TensorParts:
+    made = {
+        name: _copied_parts(part, device) if isinstance(part, TensorParts) else copied(part, device)
+        for name, part in parts.items()
+    }
+    return TensorParts(made, about=parts.about)
 
 
 def shared_out(whole: torch.Tensor, like: DTensor, device: torch.device) -> DTensor:

@@ -32,6 +32,8 @@ class ContainerFit:
     def why_missing(self, key: str, value: Any) -> str:
         """Why the checkpoint does not have a key of the state; nothing if containers are not the reason."""
         kind = self._stored_kinds.get(key)
+        if kind is not None and value is None:
+            return f"it has a {kind} here, the state None. Put there what is to be filled, such as the module"
         if kind is not None:
             return f"it has a {kind} here, the state a value of type {type(value).__name__}"
         path = self._paths.get(key, ())

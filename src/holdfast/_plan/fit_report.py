@@ -21,11 +21,13 @@ _MISSING = "Missing key in checkpoint"
 
 _WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
 """What DistributedDataParallel, ``torch.compile`` and activation checkpointing put into names of a model."""
-_REMEDY = (
+_OF_WRAPPERS = (
     "The names differ by what wraps the model (torch.compile, DistributedDataParallel). Save and load "
     "holdfast.state_dict.get_model_state_dict(model), or a TrainingState, instead of the model itself: their "
     "names do not show wrappers. docs/state_dicts.md says how to load this checkpoint."
 )
+_IF_MISSING = "To leave what is missing as it is, pass allow_partial_load=True."
+_IF_SHAPES_DIFFER = "To leave tensors of other shapes as they are, pass ignore_mismatched_sizes=True."
 
 
 class FitReport:
@@ -59,12 +61,14 @@ class FitReport:
         if not found:
             return
         missing = [key for key, sentence in self._problems["missing"] if sentence == _MISSING]
-        told = _lines_of_missing(missing, set(unclaimed())) if missing else []
+        told, has_no_name = _lines_of_missing(missing, set(unclaimed())) if missing else ([], False)
         told += [(f"{key}: {sentence}", 1) for key, sentence in found if sentence != _MISSING]
         lines = [line for line, _ in told[:_MOST_LINES]]
         left = sum(count for _, count in told[_MOST_LINES:])
         if left:
             lines.append(f"and {left} more")
+        remedies = {_IF_MISSING: has_no_name, _IF_SHAPES_DIFFER: bool(self._problems["shape"])}
+        lines += [remedy for remedy, helps in remedies.items() if helps]
         noun = "1 problem" if len(found) == 1 else f"{len(found)} problems"
         error = PlanError
         if len(self._problems["dtype"]) == len(found):
@@ -80,30 +84,44 @@ class FitReport:
         )
 
 
-def _lines_of_missing(missing: list[str], unclaimed: set[str]) -> list[tuple[str, int]]:
-    """Lines, and how many keys each is about. Keys that are there with another prefix are one line."""
+def _lines_of_missing(missing: list[str], unclaimed: set[str]) -> tuple[list[tuple[str, int]], bool]:
+    """Lines, and how many keys each is about; and whether some keys may not be there under any name.
+
+    Keys that are there with another prefix are one line.
+    """
     lines: list[tuple[str, int]] = []
     bare = {_without_wrappers(name): name for name in unclaimed}
     wrapped = {key: bare[name] for key in missing if (name := _without_wrappers(key)) in bare}
     if wrapped:
         key, there = next(iter(wrapped.items()))
         more = f", and {len(wrapped) - 1} more in the same way" if len(wrapped) > 1 else ""
-        lines += [(f"{key}: {_MISSING} (it has {there}){more}", len(wrapped)), (_REMEDY, 0)]
+        lines += [(f"{key}: {_MISSING} (it has {there}){more}", len(wrapped)), (_OF_WRAPPERS, 0)]
         missing = [key for key in missing if key not in wrapped]
-    prefixes = _other_prefix(missing, unclaimed)
+    prefixes, is_under_another_key = _other_prefix(missing, unclaimed), True
     if prefixes is not None:
         old, new = prefixes
         moved = [key for key in missing if key.startswith(old) and new + key[len(old) :] in unclaimed]
         more = f", and {len(moved) - 1} more with the same other prefix" if len(moved) > 1 else ""
         there = new + moved[0][len(old) :]
         lines.append((f"{moved[0]}: {_MISSING} (it has {there}){more}", len(moved)))
+        is_under_another_key = "." not in old[:-1] + new[:-1]
+        if is_under_another_key:
+            lines.append((_under_its_key(old[:-1], new[:-1]), 0))
         are_told = set(moved)
         missing = [key for key in missing if key not in are_told]
     names = sorted(unclaimed)[:_MOST_COMPARED]
     for number, key in enumerate(missing):
         close = difflib.get_close_matches(key, names, n=1, cutoff=0.75) if number < _MOST_LINES else []
         lines.append((f"{key}: {_MISSING}" + (f" (it has {close[0]})" if close else ""), 1))
-    return lines
+    return lines, bool(missing) or not is_under_another_key
+
+
+def _under_its_key(asked: str, stored: str) -> str:
+    """What to do if keys stand under another key in the checkpoint than in the state, or under none."""
+    if not stored:
+        return f"The checkpoint has them without {asked!r}: load what stands there in your state by itself."
+    instead = f", not under {asked!r}" if asked else ""
+    return f"Load them under the key that the checkpoint has{instead}: {{{stored!r}: ...}}."
 
 
 def _without_wrappers(name: str) -> str:

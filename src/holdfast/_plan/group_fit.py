@@ -31,6 +31,8 @@ class GroupFit:
         unfilled: The groups of which it has none, each with a key of it and the reason why that is an error,
             which is empty if it is none.
         mismatched: A key that the checkpoint has in another shape.
+        alike: If nothing is loaded: the key of the checkpoint that is most like the first one that is asked
+            for.
     """
 
     asks: bool = True
@@ -38,6 +40,7 @@ class GroupFit:
     found: frozenset[str] = frozenset()
     unfilled: dict[str, tuple[str, str]] = field(default_factory=dict)
     mismatched: str | None = None
+    alike: str | None = None
 
 
 def fit_groups(result: LoadResult, paths: Mapping[str, Any], stored: Collection[str]) -> GroupFit:
@@ -64,8 +67,13 @@ def fit_groups(result: LoadResult, paths: Mapping[str, Any], stored: Collection[
         for group, keys in missing.items()
         if group not in found
     }
+    first = next((key for key, _ in unfilled.values()), None)
     return GroupFit(
-        loads=bool(result.loaded), found=frozenset(found), unfilled=unfilled, mismatched=mismatched
+        loads=bool(result.loaded),
+        found=frozenset(found),
+        unfilled=unfilled,
+        mismatched=mismatched,
+        alike=None if result.loaded or first is None else _most_alike(first, stored),
     )
 
 
@@ -124,10 +132,11 @@ def refuse_unfilled(fits: Sequence[GroupFit]) -> None:
             f"of {mismatched}",
             key=mismatched,
         )
-    absent = next((key for fit in fits for key, _ in fit.unfilled.values()), None)
+    absent, alike = next(((key, fit.alike) for fit in fits for key, _ in fit.unfilled.values()), (None, None))
+    nothing = f"nothing of the state is in the checkpoint: the state asks for {absent!r}"
     raise MissingKeyError(
         "the checkpoint does not fit, also for a partial load (nothing was changed):\n  "
-        + "\n  ".join(lines or [f"nothing of the state is in the checkpoint, such as {absent}"]),
+        + "\n  ".join(lines or [f"{nothing}; the checkpoint has {alike!r}" if alike else nothing]),
         key=next((key for key, _ in wrong.values()), absent),
     )
 

@@ -44,6 +44,8 @@ def explain_absence(store: FileSource, name: str) -> StorageError:
         text = f"no checkpoint at {store.url}: it has no {name} (it has {_listed(there)})"
     else:
         text = f"no checkpoint at {store.url}: there is no such folder, or it is empty"
+        if store.url.startswith("~"):
+            text += ". A ~ in a path is not replaced by your home folder: use os.path.expanduser"
     return CheckpointNotFoundError(text, path=store.url)
 
 

@@ -158,9 +158,9 @@ def _check_sizes(store: FileSource, requests: dict[str, FileRequest]) -> None:
                 with store.open(name) as file:
                     size = file.nbytes
             except CheckpointNotFoundError as error:
+                more = f" and {len(request) - 1} more" if len(request) > 1 else ""
                 raise IncompleteCheckpointError(
-                    f"{key} and {len(request) - 1} more: {name} of the checkpoint {store.url} is missing. "
-                    f"{_REMEDY}",
+                    f"{key}{more}: {name} of the checkpoint {store.url} is missing. {_REMEDY}",
                     key=key,
                     path=path,
                 ) from error

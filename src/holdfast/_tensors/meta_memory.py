@@ -44,11 +44,29 @@ class MetaMemory:
         self._made: dict[Hashable, Any] = {}
 
     def give(self, value: Any) -> Any:
-        """A tensor like ``value``, with memory that is not initialized; see ``with_memory``."""
+        """A tensor like ``value``, with memory that is not initialized; see ``with_memory``.
+
+        Raises:
+            UsageError: This process cannot use the device.
+        """
+        if self._device is not None and not self._made:
+            _check_device(self._device)
         which = (alias_of(value), type(value), value.requires_grad)
         if which not in self._made:
             self._made[which] = with_memory(value, self._device or _home_of(value))
         return self._made[which]
+
+
+def _check_device(device: torch.device) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        # torch raises an AssertionError if it was built without CUDA.
+        reason = str(error).partition("\n")[0]
+        raise UsageError(
+            f"device={str(device)!r}: this process cannot use that device ({reason}). Name another, or leave "
+            "it out"
+        ) from error
 
 
 def _home_of(value: Any) -> torch.device:
