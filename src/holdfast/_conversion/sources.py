@@ -88,14 +88,17 @@ class Source:
             raise MetadataFormatError(f"{self.url}: does not say where {key} is", key=key, path=self.url)
         return places.record(row)
 
-    def read_box(self, key: str, box: Box) -> torch.Tensor:
-        """The elements of a box of a tensor, checked where the source has checksums."""
-        entry = self.tensor(key)
-        assert entry is not None
-        result = torch.empty(box.lengths, dtype=entry.properties.dtype)
-        if result.numel():
-            self._read(LoadPlan(list(_lines(key, entry, box))), _Receiver(result))
-        return result
+    def read_boxes(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        """The elements of boxes of tensors, checked where there are checksums; small neighbours together."""
+        tensors, lines = list[torch.Tensor](), list[ReadItem]()
+        for number, (key, box) in enumerate(wanted):
+            entry = self.tensor(key)
+            assert entry is not None
+            tensors.append(torch.empty(box.lengths, dtype=entry.properties.dtype))
+            lines += _lines(number, key, entry, box)
+        if lines:
+            self._read(LoadPlan(lines), _Receiver(tensors))
+        return tensors
 
     def read_object(self, key: str) -> io.BytesIO:
         """A value that is not a tensor, as it is stored: the stream that ``decode_object`` takes."""
@@ -111,17 +114,17 @@ class Source:
             receiver,
             self.metadata,
             registry=ExtensionRegistry(),
-            threads=1,
+            threads=min(len(plan.items), self.store.traits.requests_in_flight),
             budget=_BUDGET,
             verify=True,
             progress=ProgressTracker(),
         )
 
 
-def _lines(key: str, entry: TensorStorageMetadata, box: Box) -> "list[ReadItem]":
-    """What to read of which stored chunks to fill a box."""
+def _lines(number: int, key: str, entry: TensorStorageMetadata, box: Box) -> "list[ReadItem]":
+    """What to read of which stored chunks to fill the box of a number."""
     lines = []
-    for number, chunk in enumerate(entry.chunks):
+    for place, chunk in enumerate(entry.chunks):
         common = intersect(box, Box(tuple(chunk.offsets), tuple(chunk.sizes)))
         if common is None or 0 in common.lengths:
             continue
@@ -132,9 +135,9 @@ def _lines(key: str, entry: TensorStorageMetadata, box: Box) -> "list[ReadItem]"
         lines.append(
             ReadItem(
                 LoadItemType.TENSOR,
-                MetadataIndex(key),
+                MetadataIndex(key, None, number),
                 inside(box.offsets),
-                MetadataIndex(key, chunk.offsets, number),
+                MetadataIndex(key, chunk.offsets, place),
                 inside(chunk.offsets),
                 torch.Size(common.lengths),
             )
@@ -143,15 +146,15 @@ def _lines(key: str, entry: TensorStorageMetadata, box: Box) -> "list[ReadItem]"
 
 
 class _Receiver(LoadPlanner):
-    """Takes one tensor, or one value."""
+    """Takes tensors by the numbers of their boxes, or one value."""
 
-    def __init__(self, tensor: torch.Tensor | None = None) -> None:
-        self._tensor = tensor
+    def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
+        self._tensors = tensors
         self.stream: io.BytesIO | None = None
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        assert self._tensor is not None
-        part = self._tensor
+        assert read_item.dest_index.index is not None
+        part = self._tensors[read_item.dest_index.index]
         for dimension, (start, length) in enumerate(
             zip(read_item.dest_offsets, read_item.lengths, strict=True)
         ):
