@@ -10,7 +10,7 @@ import torch
 
 from holdfast._format import metadata_file
 from holdfast._format.item_table import StorageInfo
-from holdfast._format.names import METADATA
+from holdfast._format.names import METADATA, metadata_rank
 from holdfast._format.safetensors import SUFFIX
 from holdfast._format.safetensors_index import find_index
 from holdfast._geometry import Box, intersect
@@ -25,7 +25,7 @@ from holdfast._storage.reading import LARGEST_METADATA, read_items
 from holdfast._storage.safetensors_reading import read_model_metadata
 from holdfast._storage.torch_save_reading import read_torch_save_metadata
 from holdfast._storage.torch_save_source import TorchSaveSource
-from holdfast.errors import CheckpointNotFoundError, MetadataFormatError
+from holdfast.errors import CheckpointNotFoundError, MetadataFormatError, UsageError
 from holdfast.extension import ExtensionRegistry
 from holdfast.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -181,6 +181,7 @@ def open_source(
 
     Raises:
         CheckpointNotFoundError: There is nothing of these.
+        UsageError: Ranks have saved it each for itself.
         IntegrityError: It is damaged.
         UnsafeMetadataError: It needs something that is not allowed.
     """
@@ -194,6 +195,12 @@ def open_source(
     if METADATA not in names and find_index(names) is None and not any(map(_is_model_file, names)):
         # A URL does not tell whether it is one of a file or of a prefix.
         found = _file_at(place, is_file=is_file)
+        if found is None and any(metadata_rank(name) is not None for name in names):
+            raise UsageError(
+                f"{path}: ranks have saved it each for itself (use_collectives=False), so that its parts are "
+                "not one state. Load it on as many ranks, and save it without that option.",
+                path=path,
+            )
         if found is None:
             raise explain_absence(store, METADATA)
         store, name = found
