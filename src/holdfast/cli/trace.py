@@ -5,7 +5,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 
-from holdfast._contents.opening import LARGEST_METADATA, Checkpoint, find_checkpoint
+from holdfast._contents.opening import LARGEST_METADATA, Checkpoint, SafetensorsModel, find_checkpoint
 from holdfast._format import manifest, metadata_file
 from holdfast._format.stored_record import open_record
 from holdfast._human_units import rate_text, seconds_text, size_text
@@ -40,7 +40,8 @@ def _read_record(checkpoint: Checkpoint, path: str) -> TransferRecord:
         CheckpointNotFoundError: There is no record.
     """
     found: list[TransferRecord] = []
-    for _, name in checkpoint.metadata_names:
+    is_model = isinstance(checkpoint, SafetensorsModel)
+    for _, name in [] if is_model else checkpoint.metadata_names:
         where = f"{checkpoint.store.url}/{name}"
         stored = metadata_file.split(
             checkpoint.store.read(name, max_bytes=LARGEST_METADATA), path=where
@@ -50,7 +51,7 @@ def _read_record(checkpoint: Checkpoint, path: str) -> TransferRecord:
             found.append(open_record(described.record, described.checkpoint_id or path))
     if not found:
         raise CheckpointNotFoundError(
-            f"{path}: has no record of its save, because torch wrote it, or an older version of holdfast",
+            f"{path}: has no record of its save: something else than holdfast wrote it, or an older version",
             path=path,
         )
     return found[0] if len(found) == 1 else _together(found)
