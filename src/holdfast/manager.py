@@ -221,7 +221,7 @@ class CheckpointManager(StepQueries):
     def should_save(self, step: int, *, last: bool = False) -> bool:
         """Whether to save this step: the same on every rank. To be called once after each step, on all ranks.
 
-        It costs a few microseconds, and no message, unless ranks have to agree because of a time or a signal.
+        It costs about ten microseconds, and no message, unless ranks have to agree because of a time or a signal.
         A step that was just saved is not to be saved again.
 
         Args:
