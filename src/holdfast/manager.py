@@ -221,8 +221,8 @@ class CheckpointManager(StepQueries):
     def should_save(self, step: int, *, last: bool = False) -> bool:
         """Whether to save this step: the same on every rank. To be called once after each step, on all ranks.
 
-        It costs about ten microseconds, and no message, unless ranks have to agree because of a time or a signal.
-        A step that was just saved is not to be saved again.
+        It costs about ten microseconds, and no message, unless ranks have to agree because of a time or a
+        signal. A step that was just saved is not to be saved again.
 
         Args:
             step: The step.
