@@ -221,8 +221,8 @@ class CheckpointManager(StepQueries):
     def should_save(self, step: int, *, last: bool = False) -> bool:
         """Whether to save this step: the same on every rank. To be called once after each step, on all ranks.
 
-        It costs a few microseconds, and no message, unless ranks have to agree because of a time or a signal.
-        A step that was just saved is not to be saved again.
+        It costs about ten microseconds, and no message, unless ranks have to agree because of a time or a
+        signal. A step that was just saved is not to be saved again.
 
         Args:
             step: The step.
@@ -278,9 +278,9 @@ class CheckpointManager(StepQueries):
         try:
             result = save(state, checkpoint_id=place, user_metadata=kept, **self._group, **options)
         except BaseException:
-            self._failed(newest)
+            self._failed(step, newest)
             raise
-        self._committed()
+        self._committed(step)
         return result
 
     def async_save(
@@ -309,12 +309,12 @@ class CheckpointManager(StepQueries):
         try:
             made = async_save(state, checkpoint_id=place, user_metadata=kept, **self._group, **options)
         except BaseException:
-            self._failed(newest)
+            self._failed(step, newest)
             raise
         future: Any = made.upload_completion if isinstance(made, AsyncSaveResponse) else made
         self._guard.staging = future.staged
         self._decision.saving = future
-        future.add_done_callback(lambda done: self._after_async(done, newest))
+        future.add_done_callback(lambda done: self._after_async(done, step, newest))
         saving: SaveFuture = future
         return saving
 
@@ -333,6 +333,7 @@ class CheckpointManager(StepQueries):
             self._decision.saving = None
         self._newest = step
         self._decision.begin(step)
+        self._background.leave_alone(self._root.names.folder(step))
         plain = {name: float(value) for name, value in (metrics or {}).items()}
         return {STEP: step, METRICS: plain, USER: dict(metadata or {})}
 
@@ -351,20 +352,22 @@ class CheckpointManager(StepQueries):
             *(self._root.place, step, newest, step, ", ".join(map(str, later)) or "none"),
         )
 
-    def _committed(self) -> None:
+    def _committed(self, step: int) -> None:
+        self._background.release(self._root.names.folder(step))
         if self._is_coordinator and not isinstance(self._pruning.keep, All):
             self._background.request()
 
-    def _failed(self, newest: int | None) -> None:
+    def _failed(self, step: int, newest: int | None) -> None:
         """A save has failed: the step before is the newest again, and the same step may be saved again."""
+        self._background.release(self._root.names.folder(step))
         self._newest, self._decision.begun_step = newest, None
 
-    def _after_async(self, done: Any, newest: int | None) -> None:
+    def _after_async(self, done: Any, step: int, newest: int | None) -> None:
         # Not by exception(), by which its owner is told of a failure.
         if done.cancelled() or done._exception is not None or done.skipped:  # noqa: SLF001
-            self._failed(newest)
+            self._failed(step, newest)
         else:
-            self._committed()
+            self._committed(step)
 
     def updating(self) -> AbstractContextManager[None]:
         """A guard for what changes the state: ``with manager.updating(): optimizer.step()``.

@@ -60,7 +60,7 @@ def test_the_signature_is_torchs_and_ours_has_more_keywords_at_the_end() -> None
         list(inspect.signature(f).parameters.values()) for f in (async_save, stock_saver.async_save)
     )
     assert [(p.name, p.kind) for p in ours[: len(theirs)]] == [(p.name, p.kind) for p in theirs]
-    more = ["overwrite", "page_cache", "check_replicas", "when_busy", "peer_timeout"]
+    more = ["overwrite", "page_cache", "check_replicas", "when_busy", "peer_timeout", "user_metadata"]
     assert [p.name for p in ours[-len(more) :]] == more
     if IS_NEWEST:
         assert len(ours) == len(theirs) + len(more)

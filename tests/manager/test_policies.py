@@ -54,7 +54,6 @@ def kept(policy: KeepPolicy, given: list[StepFacts]) -> list[int]:
         (All(), [0, 2, 4, 6, 8, 10]),
         (Last(1) | Steps({0}) | Best(1, "loss"), [0, 4, 10]),
     ],
-    ids=str,
 )
 def test_what_a_policy_keeps(policy: KeepPolicy, expected: list[int]) -> None:
     given = steps(0, 2, 4, 6, 8, 10, loss=[9.0, 3, 1, float("nan"), 7, 5])

@@ -57,6 +57,17 @@ class BackgroundPruning:
         with self._turn:
             return self.pruning.run(lambda: self._is_over)
 
+    def leave_alone(self, folder: str) -> None:
+        """Delete nothing in a folder until ``release``. Waits if that is what is being deleted right now."""
+        self.pruning.in_use.add(folder)
+        if self.pruning.current == folder:
+            with self._turn:
+                pass
+
+    def release(self, folder: str) -> None:
+        """The save into a folder is over."""
+        self.pruning.in_use.discard(folder)
+
     def wait(self, timeout: float | None = None) -> bool:
         """Return when nothing is being deleted; False if that takes longer than ``timeout`` seconds."""
         with self._state:

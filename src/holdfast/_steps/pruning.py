@@ -7,7 +7,7 @@ compared with its metadata: names and sizes, not every byte.
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast._format.manifest import file_sizes_in
 from holdfast._format.metadata_file import split
@@ -48,11 +48,15 @@ class Pruning:
     Attributes:
         root: The root.
         keep: What is kept.
+        in_use: Folders that are left alone, because somebody saves into them.
+        current: The folder that is being deleted.
         failed: How many deletions have failed so far. They are tried again the next time.
     """
 
     root: RunRoot
     keep: KeepPolicy
+    in_use: set[str] = field(default_factory=set)
+    current: str | None = None
     failed: int = 0
 
     def plan(self) -> PrunePlan:
@@ -103,7 +107,10 @@ class Pruning:
     def _attempt(self, folder: str, step: Step | None) -> bool:
         """Delete a step, or, without one, finish a deletion; returns whether that was done."""
         store = self.root.store
+        self.current = folder
         try:
+            if folder in self.in_use:
+                return False
             place = self.root.open_step(folder)
             if step is not None:
                 return delete_step(store, place, step)
@@ -115,6 +122,8 @@ class Pruning:
                 *(self.root.store.url, folder, error),
             )
             return False
+        finally:
+            self.current = None
         return True
 
 
