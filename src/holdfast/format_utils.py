@@ -96,7 +96,7 @@ def dcp_to_torch_save(
 ) -> None:
     """Convert a checkpoint, ours or torch's, into a file of ``torch.save``; called by one process.
 
-    Memory is bounded as for :func:`holdfast.convert`. A file of that name is replaced, once the new one is complete
+    Memory is bounded as for ``convert``. A file of that name is replaced, once the new one is complete
     and checked.
 
     Args:
@@ -127,7 +127,7 @@ def torch_save_to_dcp(
 ) -> None:
     """Convert a file of ``torch.save`` into a checkpoint, which stock torch reads too; called by one process.
 
-    Nothing that the file names is run. Memory is bounded as for :func:`holdfast.convert`. A checkpoint that is in
+    Nothing that the file names is run. Memory is bounded as for ``convert``. A checkpoint that is in
     the folder is replaced, once the new one is complete.
 
     Args:
