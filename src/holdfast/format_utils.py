@@ -96,7 +96,7 @@ def dcp_to_torch_save(
 ) -> None:
     """Convert a checkpoint, ours or torch's, into a file of ``torch.save``; called by one process.
 
-    A few tens of MiB are in memory at a time. A file of that name is replaced, once the new one is complete
+    Memory is bounded as for ``convert``. A file of that name is replaced, once the new one is complete
     and checked.
 
     Args:
@@ -127,8 +127,8 @@ def torch_save_to_dcp(
 ) -> None:
     """Convert a file of ``torch.save`` into a checkpoint, which stock torch reads too; called by one process.
 
-    Nothing that the file names is run. A few tens of MiB are in memory at a time. A checkpoint that is in the
-    folder is replaced, once the new one is complete.
+    Nothing that the file names is run. Memory is bounded as for ``convert``. A checkpoint that is in
+    the folder is replaced, once the new one is complete.
 
     Args:
         torch_save_path: The file, or its URL.
