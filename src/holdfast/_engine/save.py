@@ -75,6 +75,7 @@ def run_save(
         use_collectives=use_collectives,
         progress=progress or ProgressTracker(),
         confirm_commit=exchange.confirm,
+        open_broadcast=exchange.open_broadcast if exchange.can_broadcast else None,
         recorder=recorder,
     )
     recorder.set_up(exchange.rank, exchange.world_size, context.progress.events)

@@ -15,7 +15,13 @@ from holdfast._io.cold_reads import ColdReads
 from holdfast._io.local_buffers import BUFFER_NBYTES
 from holdfast._io.local_calls import flush_to_disk, naming, write_fully
 from holdfast._io.local_claim import claim_folder
-from holdfast._io.local_ranges import LocalRangeWriter, link_file, open_for_ranges, reserve_file
+from holdfast._io.local_ranges import (
+    LocalRangeWriter,
+    can_write_ranges,
+    link_file,
+    open_for_ranges,
+    reserve_file,
+)
 from holdfast._io.local_reader import LocalReader
 from holdfast._io.local_writer import LocalWriter
 from holdfast._io.page_cache import PageCache, check_page_cache, room
@@ -239,6 +245,10 @@ class LocalStore(ByteStore):
             finally:
                 os.close(fd)
         return True
+
+    def takes_ranges(self, name: str) -> bool:
+        """Try whether files can be written in any order; see ByteStore."""
+        return can_write_ranges(self._path(check_name(name)))
 
     def reserve(self, name: str, nbytes: int) -> None:
         """Make a new file of a size; see ByteStore."""

@@ -3,9 +3,10 @@
 import errno
 import os
 import stat
+from contextlib import suppress
 
 from holdfast._io.file_access import RangeWriter
-from holdfast._io.local_calls import flush_to_disk, naming, write_fully
+from holdfast._io.local_calls import PAGE, flush_to_disk, naming, write_fully
 from holdfast._io.store import taken_name
 from holdfast._io.write_back import BufferOutput
 from holdfast.errors import CheckpointNotFoundError, StorageError
@@ -14,6 +15,17 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OLD = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _LARGE = 1 << 20
 """From this on a range is handed to the disk at once. Smaller ones would cost a call more each."""
+_NO_RANGES = {
+    errno.EPERM,
+    errno.EACCES,
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.ESPIPE,
+    errno.EBADF,
+}
+"""What mounts of object stores answer to whoever does not write a file once from front to back."""
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 
 
@@ -67,6 +79,26 @@ def reserve_file(path: str, nbytes: int) -> None:
             os.ftruncate(fd, nbytes)
         finally:
             os.close(fd)
+
+
+def can_write_ranges(path: str) -> bool:
+    """Whether a new file can be opened again and written in any order. The file is removed."""
+    try:
+        reserve_file(path, 2 * PAGE)
+        fd = os.open(path, _OLD)
+        try:
+            for offset in (PAGE, 0):
+                write_fully(fd, [bytearray(1)], offset)
+        finally:
+            os.close(fd)  # which is where some mounts tell what they could not do
+    except OSError as error:
+        if isinstance(error, StorageError) or error.errno not in _NO_RANGES:
+            raise
+        return False
+    finally:
+        with suppress(OSError):
+            os.unlink(path)
+    return True
 
 
 def open_for_ranges(path: str) -> LocalRangeWriter:

@@ -17,7 +17,6 @@ from holdfast._io.progress import ProgressTracker
 from holdfast._io.range_sums import RangeSums
 from holdfast._io.store import ByteStore
 from holdfast._storage.safetensors_layout import RankPlaces
-from holdfast._storage.safetensors_streams import StreamedFile
 from holdfast._tensors.host import host_pieces
 from holdfast.errors import InvalidPlanError, UsageError
 from holdfast.planner import SavePlan, SavePlanner, WriteItem
@@ -156,12 +155,12 @@ def write_chunks(
         (_line_of(item, places) for item in plan.items),
         key=lambda line: (line.file, line.place.begin, list(line.place.starts[:1])),
     )
-    threads = 1 if places.headers else max(1, min(threads, budget // (_BUFFER + _SMALLEST_COPY)))
+    threads = max(1, min(threads, budget // (_BUFFER + _SMALLEST_COPY)))
     copy_at_once = max(_SMALLEST_COPY, min(4 * _BUFFER, budget // threads - _BUFFER))
     store.expect(sum(line.nbytes for line in lines))
     cancellation = Cancellation()
     with ExitStack() as stack:
-        files: list[RangeWriter] = [stack.enter_context(file) for file in _open_files(store, places)]
+        files = [stack.enter_context(store.open_ranges(name)) for name in places.files]
 
         def write(portion: Sequence[_Line]) -> list[WriteResult]:
             buffer = RunBuffer(progress)
@@ -176,14 +175,6 @@ def write_chunks(
         jobs = [partial(write, portion) for portion in _deal(lines, threads)]
         written = pool.run(jobs, threads=threads, cancellation=cancellation)
     return [result for results in written for result in results]
-
-
-def _open_files(store: ByteStore, places: RankPlaces) -> Iterator[RangeWriter]:
-    if places.headers:
-        for name, (header, nbytes) in zip(places.files, places.headers, strict=True):
-            yield StreamedFile(store, name, header, nbytes)
-    else:
-        yield from map(store.open_ranges, places.files)
 
 
 def _line_of(item: WriteItem, places: RankPlaces) -> _Line:
@@ -202,18 +193,11 @@ def _write_line(
     place, index = line.place, line.item.index
     if not place.starts:
         return WriteResult(index, 0, StorageInfo(name, place.begin, 0))
-    tensor = planner.resolve_data(line.item)
-    if not isinstance(tensor, torch.Tensor):
-        raise InvalidPlanError(f"{index.fqn}: the planner gave a {type(tensor).__name__}", key=index.fqn)
     sums, position = place.sums(), 0
-    for piece in _pieces(tensor, line.dtype, copy_at_once):
+    for piece in cast_pieces(resolve(line.item, planner), line.dtype, copy_at_once):
         for at, run in place.cut(position, piece):
             buffer.put(file, place, at, run, sums)
         position += len(piece)
-    if position != line.nbytes:
-        raise InvalidPlanError(
-            f"{index.fqn}: the planner gave {position} bytes, and the plan has {line.nbytes}", key=index.fqn
-        )
     # The number of the first block tells where the sums belong.
     offset = place.begin + sums.first_block * sums.block_size
     return WriteResult(
@@ -221,7 +205,26 @@ def _write_line(
     )
 
 
-def _pieces(tensor: torch.Tensor, dtype: torch.dtype, max_bytes: int) -> Iterator[memoryview]:
+def resolve(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
+    """The values of an item, in the shape that the plan has for it.
+
+    Raises:
+        InvalidPlanError: The planner gives something else.
+    """
+    assert item.tensor_data is not None
+    key, shape = item.index.fqn, item.tensor_data.chunk.sizes
+    tensor = planner.resolve_data(item)
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidPlanError(f"{key}: the planner gave a {type(tensor).__name__}", key=key)
+    if tensor.numel() != shape.numel():
+        found = tuple(tensor.shape)
+        raise InvalidPlanError(
+            f"{key}: the planner gave a tensor of shape {found}, and the plan has {tuple(shape)}", key=key
+        )
+    return tensor.detach().reshape(shape)
+
+
+def cast_pieces(tensor: torch.Tensor, dtype: torch.dtype, max_bytes: int) -> Iterator[memoryview]:
     """The elements of a tensor, cast, in row-major order; what has to be copied is so in pieces."""
     tensor = tensor.detach()
     if tensor.dtype == dtype:
@@ -233,7 +236,7 @@ def _pieces(tensor: torch.Tensor, dtype: torch.dtype, max_bytes: int) -> Iterato
         rows = max(1, max_bytes // row)
         for start in range(0, tensor.shape[0], rows):
             part = tensor[start : start + rows]
-            yield from _pieces(part[0] if rows == 1 else part, dtype, max_bytes)
+            yield from cast_pieces(part[0] if rows == 1 else part, dtype, max_bytes)
 
 
 def _deal(lines: Sequence[_Line], count: int) -> list[Sequence[_Line]]:
