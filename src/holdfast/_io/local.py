@@ -256,7 +256,7 @@ class LocalStore(ByteStore):
 
     def open_ranges(self, name: str) -> LocalRangeWriter:
         """Open a file to write ranges of it; see ByteStore."""
-        return open_for_ranges(self._path(check_name(name)))
+        return open_for_ranges(self._path(check_name(name)), self._page_cache, self._expected)
 
     def rename(self, old: str, new: str) -> None:
         """Give a file another name; see ByteStore."""
