@@ -16,6 +16,7 @@ from holdfast._io.local_buffers import BUFFER_NBYTES
 from holdfast._io.local_calls import flush_to_disk, naming, write_fully
 from holdfast._io.local_claim import claim_folder
 from holdfast._io.local_ranges import (
+    NO_RANGES,
     LocalRangeWriter,
     can_write_ranges,
     link_file,
@@ -238,6 +239,10 @@ class LocalStore(ByteStore):
             fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
+        except OSError as error:
+            if error.errno not in NO_RANGES:
+                raise
+            return super().rewrite(name, data)
         with naming(path):
             try:
                 write_fully(fd, [memoryview(data)], 0)

@@ -18,7 +18,7 @@ _OLD = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _LARGE = 256 << 10
 """From this on a range is handed to the disk at once. Smaller ones would cost a call more each."""
 _REOPENS = sys.platform == "linux"
-_NO_RANGES = {
+NO_RANGES = {
     errno.EPERM,
     errno.EACCES,
     errno.EINVAL,
@@ -107,7 +107,7 @@ def can_write_ranges(path: str) -> bool:
         finally:
             os.close(fd)  # which is where some mounts tell what they could not do
     except OSError as error:
-        if isinstance(error, StorageError) or error.errno not in _NO_RANGES:
+        if isinstance(error, StorageError) or error.errno not in NO_RANGES:
             raise
         return False
     finally:
