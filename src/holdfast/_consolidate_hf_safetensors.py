@@ -1,7 +1,6 @@
 """Sharded safetensors files, as stock torch writes them, joined into the files of a model; torch's names."""
 
 import logging
-import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -247,7 +246,7 @@ def _calculate_max_contiguous_elements(
                 f"Sub-tensor dimension {length} at position {dimension} exceeds tensor dimension {size}"
             )
     place = ChunkPlace.of(0, tensor_shape, [0] * len(tensor_shape), sub_tensor_shape, 1)
-    position = sum(map(operator.mul, indices, row_major_strides(sub_tensor_shape)))
+    position = sum(map(int.__mul__, indices, row_major_strides(sub_tensor_shape)))
     in_run = place.run - position % place.run
     # In the middle of a row only the rest of the row is meant, also where the next row follows it.
     return in_run if not indices[-1] else min(in_run, sub_tensor_shape[-1] - indices[-1])

@@ -93,11 +93,17 @@ def test_a_rank_that_fails_makes_all_raise_and_leaves_no_file(s3: S3Server, plac
     assert not [name for name in store_of(place, s3).names() if "safetensors" in name]
 
 
-def test_a_killed_rank_makes_the_others_raise(s3: S3Server, place: str) -> None:
+def test_a_killed_rank_makes_the_others_raise_and_the_old_model_stays(s3: S3Server, place: str) -> None:
+    def exported(add: float) -> dict[str, torch.Tensor]:
+        ended = run_ranks(export_together, 3, place, s3.environment, {"max_shard_size": "3MB"}, add)
+        assert ended == [("returned", None)] * 3
+        whole = whole_state()
+        return {key: value + add if value.dtype == torch.float32 else value for key, value in whole.items()}
+
+    old = exported(1.0)
     ended = rank_processes().run(fail_together, 3, place, s3.environment, "kill")
     assert [one.kind for one in ended] == ["returned", "returned", "ended"]
     assert all("rank 2" in one.value for one in ended[:2])
-    assert "model.safetensors.index.json" not in store_of(place, s3).names()
-    ended = rank_processes().run(export_together, 3, place, s3.environment, {}, 0.0)
-    assert [one.kind for one in ended] == ["returned"] * 3
-    assert same(load(place, whole_state()), whole_state())
+    assert same(load(place, old), old)
+    new = exported(0.0)
+    assert same(load(place, new), new)
