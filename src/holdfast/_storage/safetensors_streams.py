@@ -159,7 +159,7 @@ class _OwnChunks:
     ) -> None:
         self._places = places
         self._planner = planner
-        self._progress = progress
+        self.progress = progress
         self._resolving = threading.Lock()
         found: dict[str, _OwnTensor] = {}
         for item in plan.items:
@@ -192,7 +192,7 @@ class _OwnChunks:
                 for piece in values.pieces(slab, memory):
                     link.send_to_all(memoryview(_CRC.pack(crc32(piece))), rank)
                     link.send_to_all(piece, rank)
-                    self._progress.advance(len(piece))
+                    self.progress.advance(len(piece))
         told = [tensor for tensor in mine if tensor.has_first_element]
         answer = memoryview(bytearray(sum(4 * block_count(tensor.nbytes) for tensor in told)))
         link.send_to_all(answer, owner)
@@ -211,10 +211,6 @@ class _OwnChunks:
         tensor = self._tensors[key]
         with self._resolving:
             return _Values(tensor, [resolve(chunk.item, self._planner) for chunk in tensor.chunks])
-
-    def advance(self, nbytes: int) -> None:
-        """Note that bytes of this rank are written."""
-        self._progress.advance(nbytes)
 
     def result(self, item: WriteItem, sums: dict[str, bytes]) -> WriteResult:
         """What is known of an item once all is written."""
@@ -256,6 +252,22 @@ class _Values(NamedTuple):
         return piece
 
 
+class _EventsOnly(ProgressTracker):
+    """The progress of a file that several ranks have parts of: each rank counts the bytes of its own plan."""
+
+    def __init__(self, inner: ProgressTracker) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def advance(self, nbytes: int) -> None:  # noqa: ARG002 - counted elsewhere
+        """Only ask whether to go on."""
+        self._inner.advance(0)
+
+    def note(self, event: str, count: int = 1) -> None:
+        """Pass it on."""
+        self._inner.note(event, count)
+
+
 class _Owner:
     """Writes the files of this rank."""
 
@@ -278,6 +290,7 @@ class _Owner:
         told: dict[int, dict[str, bytes]] = {rank: {} for rank in (*self._incoming, self._rank)}
         for file in sorted(files, key=lambda file: file.name):
             with self._store.create(file.name, nbytes_hint=file.nbytes) as output:
+                output.progress = _EventsOnly(self._own.progress)
                 output.write(file.header)
                 for tensor in file.tensors:
                     sums = self._write_tensor(output, tensor)
@@ -318,7 +331,7 @@ class _Owner:
             if chunk.rank == self._rank:
                 assert values is not None
                 values.piece(mine, slab, memory)
-                self._own.advance(len(memory))
+                self._own.progress.advance(len(memory))
             else:
                 self._receive(chunk.rank, memory, tensor.key, path)
             if not is_run:
