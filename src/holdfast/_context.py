@@ -39,6 +39,7 @@ class SaveContext:
         confirm_commit: Called directly before the commit; raises if another rank has given this save up.
         open_broadcast: Connects ranks to send each other bytes, see ``Exchange.open_broadcast``; None if that
             is not possible. To be called in ``write_data`` only, and not in another process.
+        writes_elsewhere: Whether another process would write, unless ``write_data`` needs ``open_broadcast``.
         recorder: Measures the save; on the coordinator it knows at the commit what all ranks have done. None
             if nobody measures it, as where torch calls a storage of ours.
     """
@@ -50,6 +51,7 @@ class SaveContext:
     progress: ProgressTracker = field(default_factory=ProgressTracker)
     confirm_commit: Callable[[], None] = _nobody_objects
     open_broadcast: "Callable[[Sequence[int], Callable[[], None]], Broadcast] | None" = None
+    writes_elsewhere: bool = False
     recorder: TransferRecorder | None = None
 
     def __reduce__(self) -> tuple[type["SaveContext"], tuple[int, int, bool, bool]]:

@@ -1,11 +1,11 @@
-"""Owns writing safetensors files from front to back, where a store has no writes at any place of a file.
+"""Owns writing tensors that several ranks have parts of, and that one of them writes: their owner.
 
-Each file has an owner, the rank that writes it. The owner goes through the file slab by slab: a slab is some
-rows of one tensor, a few MiB. The other ranks go through the same slabs, and send the owner what they have
-of each. A rank has one thread for its own files, and one for each owner that it sends to. So a thread waits
-only for the next bytes of one stream, both ends of which have them in the same order, and ranks never wait
-for each other in a circle. What was sent but not written yet is in the buffers of sockets: memory stays
-bounded, because a sender waits for an owner that is slower.
+Where files can only be written from front to back, a rank owns all tensors of a file. The owner goes through
+its tensors slab by slab: a slab is some rows of one tensor, a few MiB. The other ranks go through the same
+slabs, and send the owner what they have of each. A rank has one thread for what it owns, and one for each
+owner that it sends to. So a thread waits only for the next bytes of one stream, both ends of which have them
+in the same order, and ranks never wait for each other in a circle. What was sent but not written yet is in
+the buffers of sockets: memory stays bounded, because a sender waits for an owner that is slower.
 """
 
 import itertools
@@ -13,9 +13,9 @@ import math
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -24,9 +24,10 @@ from holdfast._geometry import Box, intersect
 from holdfast._io import pool
 from holdfast._io.blocks import block_count, crc32
 from holdfast._io.copying import copy_bytes
-from holdfast._io.file_access import FileWriter
+from holdfast._io.file_access import FileWriter, RangeWriter
 from holdfast._io.pool import Cancellation
 from holdfast._io.progress import ProgressTracker
+from holdfast._io.range_ring import RangeRing
 from holdfast._io.range_sums import RangeSums
 from holdfast._io.store import ByteStore
 from holdfast._ranks.broadcast import Broadcast
@@ -54,10 +55,10 @@ def write_streams(
     open_broadcast: OpenBroadcast | None,
     progress: ProgressTracker,
 ) -> list[WriteResult]:
-    """Write the files that this rank owns, and give other owners what this rank has of theirs.
+    """Write the tensors that this rank owns, and give other owners what this rank has of theirs.
 
-    Every rank of the save calls it, in the part of a step. On return all files are complete that this rank
-    owns or has something of.
+    Every rank of the save calls it, in the part of a step. On return all tensors are on stable storage
+    that this rank owns or has something of.
 
     Args:
         store: The place.
@@ -69,8 +70,8 @@ def write_streams(
             stops the write.
 
     Returns:
-        For each item where its tensor begins in which file. The item with the first element of a tensor has
-        the checksums of the whole tensor.
+        For each item whose tensor has an owner, where the tensor begins in which file. The item with the
+        first element of a tensor has the checksums of the whole tensor.
     """
     places = plan.storage_data
     assert isinstance(places, StreamPlaces)
@@ -94,7 +95,7 @@ def write_streams(
         ]
         found = pool.run(jobs, threads=len(jobs), cancellation=cancellation)
     sums = {key: value for part in found for key, value in part.items()}
-    return [own.result(item, sums) for item in plan.items]
+    return [own.result(item, sums) for item in plan.items if item.index.fqn in places.owners]
 
 
 def _connect(
@@ -165,7 +166,7 @@ class _OwnChunks:
         for item in plan.items:
             data, key = item.tensor_data, item.index.fqn
             assert data is not None, "what is no tensor is refused before"
-            if 0 not in data.chunk.sizes:
+            if key in places.owners and 0 not in data.chunk.sizes:
                 dtype: torch.dtype = getattr(torch, places.places[key][2])
                 tensor = found.setdefault(key, _OwnTensor(key, tuple(data.size), dtype, []))
                 tensor.chunks.append(_Chunk(item, Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))))
@@ -175,14 +176,11 @@ class _OwnChunks:
 
     def owners(self) -> set[int]:
         """The ranks that write what this one has."""
-        return {self._owner_of(key) for key in self._tensors}
-
-    def _owner_of(self, key: str) -> int:
-        return self._places.owners[self._places.places[key][0]]
+        return {self._places.owners[key] for key in self._tensors}
 
     def send(self, owner: int, link: Broadcast, rank: int) -> dict[str, bytes]:
         """Send an owner all that this rank has of its files; return the checksums that it answers with."""
-        mine = [tensor for key, tensor in self._tensors.items() if self._owner_of(key) == owner]
+        mine = [tensor for key, tensor in self._tensors.items() if self._places.owners[key] == owner]
         # The order of the owner: its files as all ranks number them, then the places in the file.
         mine.sort(key=lambda tensor: self._order(tensor.key))
         memory = memoryview(bytearray(SLAB))
@@ -268,6 +266,56 @@ class _EventsOnly(ProgressTracker):
         self._inner.note(event, count)
 
 
+class _Output(Protocol):
+    """Where an owner writes tensors, one slab after the other."""
+
+    path: str
+
+    def seek(self, offset: int) -> None:
+        """Begin a tensor that lies at an offset of the file."""
+
+    def write(self, view: memoryview) -> None:
+        """Write what follows."""
+
+
+class _FromFront(_Output):
+    """A file that takes its tensors only in their order."""
+
+    def __init__(self, stream: FileWriter) -> None:
+        self.path = stream.path
+        self._stream = stream
+
+    def seek(self, offset: int) -> None:
+        assert offset == self._stream.position, "the plan has all tensors of the file, in their order"
+
+    def write(self, view: memoryview) -> None:
+        self._stream.write(view)
+
+
+class _AtPlaces(_Output):
+    """A file that other ranks write to as well."""
+
+    def __init__(self, ranges: RangeWriter, ring: RangeRing) -> None:
+        self.path = ranges.path
+        self._ranges, self._ring = ranges, ring
+        self._at = 0
+
+    def seek(self, offset: int) -> None:
+        self._at = offset
+
+    def write(self, view: memoryview) -> None:
+        self._ring.put(self._ranges, self._at, view, _sum_nothing)
+        self._at += len(view)
+
+
+def _count_nothing(nbytes: int) -> None:
+    """Each rank counts the bytes of its own plan."""
+
+
+def _sum_nothing(offset: int, copy: memoryview) -> None:
+    """The owner sums slabs itself."""
+
+
 class _Owner:
     """Writes the files of this rank."""
 
@@ -289,10 +337,9 @@ class _Owner:
             self._slab, self._scratch = (torch.empty(SLAB, dtype=torch.uint8) for _ in range(2))
         told: dict[int, dict[str, bytes]] = {rank: {} for rank in (*self._incoming, self._rank)}
         for file in sorted(files, key=lambda file: file.name):
-            with self._store.create(file.name, nbytes_hint=file.nbytes) as output:
-                output.progress = _EventsOnly(self._own.progress)
-                output.write(file.header)
+            with self._open(file) as output:
                 for tensor in file.tensors:
+                    output.seek(tensor.begin)
                     sums = self._write_tensor(output, tensor)
                     # A plan that does not have all of a tensor is refused later.
                     if tensor.chunks and not any(tensor.chunks[0].box.offsets):
@@ -301,7 +348,19 @@ class _Owner:
             link.send_to_all(memoryview(b"".join(told[rank].values())), self._rank)
         return told[self._rank]
 
-    def _write_tensor(self, output: FileWriter, tensor: OwnedTensor) -> bytes:
+    @contextmanager
+    def _open(self, file: OwnedFile) -> Iterator["_Output"]:
+        """A file, new with its header, or one that is there: on stable storage when the block ends."""
+        if file.header is None:
+            with self._store.open_ranges(file.name) as ranges, RangeRing(_count_nothing) as ring:
+                yield _AtPlaces(ranges, ring)
+        else:
+            with self._store.create(file.name, nbytes_hint=file.nbytes) as stream:
+                stream.progress = _EventsOnly(self._own.progress)
+                stream.write(file.header)
+                yield _FromFront(stream)
+
+    def _write_tensor(self, output: "_Output", tensor: OwnedTensor) -> bytes:
         dtype: torch.dtype = getattr(torch, tensor.dtype)
         nbytes = math.prod(tensor.shape) * dtype.itemsize
         sums, at = RangeSums(nbytes, 0, nbytes - 1), 0

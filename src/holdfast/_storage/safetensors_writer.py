@@ -27,7 +27,7 @@ from holdfast._storage.safetensors_layout import (
     refuse_what_is_no_tensor,
 )
 from holdfast._storage.safetensors_metadata import StoredChunk, metadata_of_chunks
-from holdfast._storage.safetensors_owners import StreamPlaces, tell_owners
+from holdfast._storage.safetensors_owners import StreamPlaces, tell_owners, tell_owners_of_columns
 from holdfast._storage.safetensors_streams import write_streams
 from holdfast._storage.safetensors_writing import write_chunks
 from holdfast._storage.store_writer import StoreWriter, fill_metadata
@@ -73,7 +73,12 @@ class SafetensorsWriter(StoreWriter):
         self._take_lease()
         told: Sequence[RankPlaces]
         if self.store.traits.random_writes and self._reserve(layout):
-            told = [places_of_rank(layout, plan) for plan in ours]
+            may_send = self.context.open_broadcast is not None and not self.context.writes_elsewhere
+            told = (
+                tell_owners_of_columns(layout, ours)
+                if may_send and len(plans) > 1
+                else [places_of_rank(layout, plan) for plan in ours]
+            )
         else:
             self._refuse_strangers(len(plans))
             layout = for_streams(layout, names_there(self.store, layout), self.save_id)
@@ -108,21 +113,25 @@ class SafetensorsWriter(StoreWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
         """Write every chunk at its place, and wait until the storage has it."""
         self.expect_files(plan)
-        ours, context = to_ours(plan), self.context
-        if isinstance(plan.storage_data, StreamPlaces):
+        ours, values = to_ours(plan), our_save_planner(planner)
+        places, context = plan.storage_data, self.context
+        results = []
+        if isinstance(places, StreamPlaces):
             results = write_streams(
                 self.store,
                 ours,
-                our_save_planner(planner),
+                values,
                 rank=context.rank,
                 open_broadcast=context.open_broadcast,
                 progress=context.progress,
             )
-        else:
-            results = write_chunks(
+            items = [item for item in ours.items if item.index.fqn not in places.owners]
+            ours = dataclasses.replace(ours, items=items)
+        if ours.items or not isinstance(places, StreamPlaces):
+            results += write_chunks(
                 self.store,
                 ours,
-                our_save_planner(planner),
+                values,
                 threads=self.thread_count,
                 budget=self.memory_budget,
                 progress=context.progress,

@@ -98,7 +98,7 @@ def write_chunks(
     budget: int,
     progress: ProgressTracker,
 ) -> list[WriteResult]:
-    """Write every chunk of a plan at its place; on return the bytes are on stable storage.
+    """Write chunks of a plan at their places; on return the bytes are on stable storage.
 
     Args:
         store: The folder. Its files have their sizes already.

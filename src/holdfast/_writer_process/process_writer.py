@@ -55,6 +55,7 @@ class ProcessWriter(WriterPort):
     def set_up(self, context: SaveContext) -> None:
         """Tell the writer of the save that begins."""
         self._context = context
+        context.writes_elsewhere = True
         super().set_up(context)
 
     def write(self, plan: SavePlan, planner: SavePlannerPort) -> list[WriteResult]:
