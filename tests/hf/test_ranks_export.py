@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import holdfast as dcp
+from holdfast.errors import CheckpointException
+from holdfast.state_dict_saver import AsyncCheckpointerType
 
 pytestmark = pytest.mark.slow
 
@@ -108,3 +110,39 @@ def test_any_number_of_ranks_writes_the_same_bytes(tmp_path: Path) -> None:
     assert len(model_files(tmp_path / "1")) > 3
     for path in (tmp_path / "1").iterdir():
         assert path.read_bytes() == (tmp_path / "3" / path.name).read_bytes(), path.name
+
+
+def save_in_the_background(folder: str, kind: AsyncCheckpointerType) -> None:
+    writer = dcp.HuggingFaceStorageWriter(folder)
+    saving: Any = dcp.async_save(spread(whole_state()), storage_writer=writer, async_checkpointer_type=kind)
+    saving.result()
+
+
+@pytest.mark.parametrize("kind", [AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS])
+def test_ranks_write_in_the_background(tmp_path: Path, kind: AsyncCheckpointerType) -> None:
+    assert run_ranks(save_in_the_background, 2, str(tmp_path), kind) == [("returned", None)] * 2
+    assert model_files(tmp_path) == ["model-00001-of-00001.safetensors", "model.safetensors.index.json"]
+    assert same(with_safetensors(tmp_path), whole_state())
+
+
+class _Failing(dcp.DefaultSavePlanner):
+    def resolve_data(self, write_item: Any) -> Any:
+        if write_item.index.fqn == "columns" and dist.get_rank() == 1:
+            raise OSError(5, "no data")
+        return super().resolve_data(write_item)
+
+
+def fail_while_columns_are_sent(folder: str) -> str:
+    writer = dcp.HuggingFaceStorageWriter(folder)
+    try:
+        dcp.save(spread(whole_state()), storage_writer=writer, planner=_Failing())
+    except CheckpointException as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_failure_while_columns_are_sent_is_raised_by_all(tmp_path: Path) -> None:
+    for kind, message in run_ranks(fail_while_columns_are_sent, 3, str(tmp_path)):
+        assert kind == "returned"
+        assert "no data" in message
+    assert model_files(tmp_path) == []
