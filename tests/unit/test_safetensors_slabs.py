@@ -5,9 +5,9 @@ import math
 import pytest
 
 from holdfast._geometry import row_major_strides
-from holdfast._storage import safetensors_streams
+from holdfast._storage import safetensors_slabs
 from holdfast._storage.safetensors_owners import choose_owners
-from holdfast._storage.safetensors_streams import slabs
+from holdfast._storage.safetensors_slabs import slabs
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (1, 40), (4, 3, 5), (2, 1, 3, 9), (0, 4), (4, 0)])
@@ -15,7 +15,7 @@ from holdfast._storage.safetensors_streams import slabs
 def test_slabs_follow_each_other_without_gaps(
     shape: tuple[int, ...], itemsize: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(safetensors_streams, "SLAB", 24)
+    monkeypatch.setattr(safetensors_slabs, "SLAB", 24)
     end = 0
     for offsets, lengths in slabs(shape, itemsize):
         assert sum(map(int.__mul__, offsets, row_major_strides(shape))) == end
