@@ -8,10 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from holdfast._geometry import row_major_strides
 from holdfast._io.progress import ProgressTracker
 from holdfast._plan.global_plan import describe
 from holdfast._storage.reading import read_items
 from holdfast._storage.safetensors_metadata import read_model_metadata
+from holdfast._storage.safetensors_writing import ChunkPlace
 from holdfast._storage.store_writer import DEFAULT_BUDGET
 from holdfast.extension import ExtensionRegistry
 from holdfast.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -216,3 +218,49 @@ def _deal(items: Sequence[WriteItem], count: int) -> list[list[WriteItem]]:
 def _nbytes(item: WriteItem) -> int:
     assert item.tensor_data is not None
     return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+
+
+def _calculate_max_contiguous_elements(
+    indices: Sequence[int], sub_tensor_shape: Sequence[int], tensor_shape: Sequence[int]
+) -> int:
+    """How many elements of a part, from ``indices`` on, follow each other in the memory of its tensor.
+
+    Raises:
+        ValueError: There are no such elements.
+    """
+    if not indices or not sub_tensor_shape or not tensor_shape:
+        raise ValueError("Input lists cannot be empty: a part has at least one dimension")
+    if not len(indices) == len(sub_tensor_shape) == len(tensor_shape):
+        raise ValueError(
+            f"All input lists must have the same length, not {len(indices)}, {len(sub_tensor_shape)} and "
+            f"{len(tensor_shape)}"
+        )
+    for dimension, (at, length, size) in enumerate(zip(indices, sub_tensor_shape, tensor_shape, strict=True)):
+        if at >= length:
+            raise ValueError(
+                f"Index {at} at dimension {dimension} is out of bounds for sub-tensor shape "
+                f"{sub_tensor_shape}"
+            )
+        if length > size:
+            raise ValueError(
+                f"Sub-tensor dimension {length} at position {dimension} exceeds tensor dimension {size}"
+            )
+    place = ChunkPlace.of(0, tensor_shape, [0] * len(tensor_shape), sub_tensor_shape, 1)
+    position = sum(map(int.__mul__, indices, row_major_strides(sub_tensor_shape)))
+    in_run = place.run - position % place.run
+    # In the middle of a row only the rest of the row is meant, also where the next row follows it.
+    return in_run if not indices[-1] else min(in_run, sub_tensor_shape[-1] - indices[-1])
+
+
+def _write_sub_tensor_to_file_optimized(
+    full_tensor_mv: memoryview,
+    sub_tensor_bytes: bytes,
+    element_size: int,
+    tensor_shape: Sequence[int],
+    sub_tensor_offsets: Sequence[int],
+    sub_tensor_shape: Sequence[int],
+) -> None:
+    """Put the elements of a part to their places in the memory of its tensor."""
+    place = ChunkPlace.of(0, tensor_shape, sub_tensor_offsets, sub_tensor_shape, element_size)
+    for at, run in place.cut(0, memoryview(sub_tensor_bytes)):
+        full_tensor_mv[at : at + len(run)] = run

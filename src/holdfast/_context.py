@@ -6,11 +6,15 @@ set-up. Of a context that is pickled with its storage only the facts are kept: n
 of the copy. The writer process of ``async_save`` puts its own in the place.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from holdfast._io.progress import ProgressTracker
 from holdfast._transfer_recorder import TransferRecorder
+
+if TYPE_CHECKING:
+    from holdfast._ranks.broadcast import Broadcast
 
 
 def _every_value(key: str) -> bool:  # noqa: ARG001 - nothing is known of any
@@ -33,6 +37,9 @@ class SaveContext:
         use_collectives: False if each rank writes a checkpoint of its own part.
         progress: Told of the bytes that were written. Telling it raises if the save is cancelled.
         confirm_commit: Called directly before the commit; raises if another rank has given this save up.
+        open_broadcast: Connects ranks to send each other bytes, see ``Exchange.open_broadcast``; None if that
+            is not possible. To be called in ``write_data`` only, and not in another process.
+        writes_elsewhere: Whether another process would write, unless ``write_data`` needs ``open_broadcast``.
         recorder: Measures the save; on the coordinator it knows at the commit what all ranks have done. None
             if nobody measures it, as where torch calls a storage of ours.
         user_metadata: What the caller wants to keep with the checkpoint, encoded.
@@ -44,6 +51,8 @@ class SaveContext:
     use_collectives: bool = True
     progress: ProgressTracker = field(default_factory=ProgressTracker)
     confirm_commit: Callable[[], None] = _nobody_objects
+    open_broadcast: "Callable[[Sequence[int], Callable[[], None]], Broadcast] | None" = None
+    writes_elsewhere: bool = False
     recorder: TransferRecorder | None = None
     user_metadata: bytes = b""
 

@@ -24,15 +24,16 @@ _metadata_fn = INDEX
 class HuggingFaceStorageWriter(SafetensorsWriter, FileSystemWriter):
     """Writes a model as safetensors files, which transformers, vLLM and stock torch read.
 
-    The ranks write the final files together, in one pass: each its shards, at their places. No file is read
-    again, and no folder of shards is left. Until the save is complete the folder's old model is there, whole;
-    after it, the new one. Values that are not tensors are refused.
+    The ranks write the final files together, in one pass: each its shards, at their places. Where files can
+    only be written from front to back, as in object stores, each file is written by one rank, and the others
+    send it their shards. No file is read again, and no folder of shards is left. Until the save is complete
+    the folder's old model is there, whole; after it, the new one. Values that are not tensors are refused.
 
     Beside the files lies ``.holdfast.safetensors.checksums``, by which Holdfast checks every byte that it
     reads of them. Other libraries ignore it.
 
     Args:
-        path: The folder; made if it does not exist.
+        path: The folder, made if it does not exist; or a URL, such as ``s3://bucket/model``.
         fqn_to_index_mapping: The file of each tensor: its number from 1 on, or its name, as the
             ``weight_map`` of an index has it. Every tensor of the state must be in it, and nothing else. By
             default there is one file, ``model-00001-of-00001.safetensors``.
@@ -94,7 +95,7 @@ class HuggingFaceStorageReader(FileSystemReader):
     read. Files that Holdfast wrote are checked; others have no checksums.
 
     Args:
-        path: The folder.
+        path: The folder, or a URL.
         thread_count: How many threads read; 4 of a local folder by default.
         token: Accepted for compatibility; places that need one are not reached by this class.
         memory_budget: As in ``FileSystemReader``.

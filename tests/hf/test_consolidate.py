@@ -18,6 +18,7 @@ from holdfast._consolidate_hf_safetensors import (
     consolidate_safetensors_files,
     consolidate_safetensors_files_on_every_rank,
 )
+from holdfast._tensors.host import memory_of
 from holdfast.errors import IncompleteCheckpointError, UsageError
 
 
@@ -88,3 +89,25 @@ def test_ranks_join_what_stock_torch_wrote(tmp_path: Path) -> None:
     whole = torch.arange(40.0).view(8, 5)
     assert same(with_safetensors(tmp_path / "out"), {"dim 0": whole, "dim 1": whole + 1})
     assert same(load(tmp_path, {"dim 0": whole}), {"dim 0": whole})
+
+
+def test_the_private_functions_that_torchs_own_tests_call() -> None:
+    longest = consolidation._calculate_max_contiguous_elements
+    assert longest([2], [5], [10]) == 3
+    assert longest([1, 0], [3, 4], [6, 4]) == 8  # whole rows
+    assert longest([1, 2], [3, 4], [6, 8]) == 2  # the rest of a row
+    assert longest([1, 0], [3, 2], [4, 8]) == 2  # some columns
+    assert longest([1, 0, 0], [3, 2, 4], [5, 2, 4]) == 16
+    for wrong, said in [
+        (([], [2, 3], [4, 5]), "empty"),
+        (([1], [2, 3], [4, 5]), "same length"),
+        (([2, 1], [2, 3], [4, 5]), "out of bounds"),
+        (([1, 2], [2, 6], [4, 5]), "exceeds"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            longest(*wrong)
+    whole, part = torch.zeros(3, 8), torch.arange(6.0).view(3, 2)
+    memory, elements = (memory_of(tensor) for tensor in (whole, part))
+    consolidation._write_sub_tensor_to_file_optimized(memory, bytes(elements), 4, [3, 8], [0, 3], [3, 2])
+    assert torch.equal(whole[:, 3:5], part)
+    assert whole.sum() == part.sum()

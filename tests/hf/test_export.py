@@ -1,6 +1,8 @@
 """One process writes a model as safetensors files, and everybody reads it bit for bit."""
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from tests.hf.model_files import (
     export,
     load,
     model_files,
+    of_dtype,
     room_for,
     same,
     same_bits,
@@ -22,6 +25,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader as 
 
 import holdfast as dcp
 from holdfast.errors import CheckpointException, InvalidPlanError, UsageError
+from holdfast.state_dict_saver import AsyncCheckpointerType
 
 INDEX = "model.safetensors.index.json"
 
@@ -182,14 +186,62 @@ def test_save_returns_metadata_of_the_files(tmp_path: Path) -> None:
     }
 
 
-def test_a_background_save_writes_the_same_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS])
+def test_a_background_save_writes_the_same_files(tmp_path: Path, kind: AsyncCheckpointerType) -> None:
+    options: dict[str, Any] = {"max_shard_size": "2MB", "rename": lambda key: f"model.{key}"}
     state = some_state()
-    saving: Any = dcp.async_save(state, storage_writer=dcp.HuggingFaceStorageWriter(tmp_path / "thread"))
+    writer = dcp.HuggingFaceStorageWriter(tmp_path / "async", **options)
+    saving: Any = dcp.async_save(state, storage_writer=writer, async_checkpointer_type=kind)
     saving.result()
-    export(state, tmp_path / "here")
-    assert (tmp_path / "thread" / "model-00001-of-00001.safetensors").read_bytes() == (
-        tmp_path / "here" / "model-00001-of-00001.safetensors"
-    ).read_bytes()
+    export(state, tmp_path / "here", **options)
+    assert model_files(tmp_path / "async") == model_files(tmp_path / "here")
+    for path in (tmp_path / "here").iterdir():
+        assert path.read_bytes() == (tmp_path / "async" / path.name).read_bytes(), path.name
+
+
+def test_what_is_written_is_the_model_and_little_more(tmp_path: Path) -> None:
+    """No byte is written twice: 1.01 bytes for each of the model, under one per cent for headers and sums."""
+    state = {f"layer.{number}": torch.randn(512, 1024) for number in range(8)}
+
+    def written() -> int:
+        rows = dict(row.split(": ") for row in Path("/proc/self/io").read_text().splitlines())
+        return int(rows["wchar"])
+
+    before = written()
+    export(state, tmp_path, max_shard_size="5MB")
+    assert written() - before <= 1.01 * sum(value.nbytes for value in state.values())
+
+
+@pytest.mark.parametrize("page_cache", ["keep", "bypass"])
+def test_runs_that_begin_and_end_anywhere_are_written_past_the_page_cache_or_through_it(
+    tmp_path: Path, page_cache: Any
+) -> None:
+    state = {f"t{n}": of_dtype(torch.uint8, 3_000_001 + 1_000_003 * n, seed=n) for n in range(4)}
+    writer = dcp.HuggingFaceStorageWriter(tmp_path, thread_count=2)
+    writer.page_cache = page_cache
+    dcp.save(state, storage_writer=writer)
+    assert same(with_safetensors(tmp_path), state)
+    assert same(load(tmp_path, state), state)
+
+
+def test_a_folder_that_takes_files_from_front_to_back_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a mount of an object store does: whoever opens a file again to write to it is refused."""
+    plain = os.open
+
+    def refusing(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if str(path).startswith(str(tmp_path)) and flags & os.O_WRONLY and not flags & os.O_CREAT:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported", path)
+        return plain(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", refusing)
+    for seed in range(2):
+        state = some_state(seed)
+        export(state, tmp_path, max_shard_size="2MB")
+        assert same(load(tmp_path, state), state)
+    assert same(with_safetensors(tmp_path), state)
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
 
 
 def test_an_empty_state_is_a_file_without_tensors(tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 from tests.hf.model_files import DTYPES, export, model_files, of_dtype, same, same_bits, with_safetensors
 from tests.support.ranks import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import holdfast as dcp
+from holdfast.errors import CheckpointException
+from holdfast.state_dict_saver import AsyncCheckpointerType
 
 pytestmark = pytest.mark.slow
 
@@ -28,10 +30,19 @@ def whole_state() -> dict[str, torch.Tensor]:
     state["plain"] = torch.arange(10)
     state["scalar"] = torch.tensor(2.5)
     state["empty"] = torch.zeros(0, 3)
-    for dtype in DTYPES:
-        # Some collectives do not know all dtypes: these stay whole.
-        state[str(dtype)[6:]] = of_dtype(dtype, 4, 8)
+    for number, dtype in enumerate(DTYPES):
+        state[f"{number % 2} {dtype}"] = of_dtype(dtype, 4, 8)
     return state
+
+
+def shard(value: torch.Tensor, dim: int, mesh: DeviceMesh) -> DTensor:
+    """A sharded tensor, made without collectives: these do not know all dtypes."""
+    rank, length = dist.get_rank(), -(-value.shape[dim] // dist.get_world_size())
+    start = min(rank * length, value.shape[dim])
+    local = value.narrow(dim, start, min(length, value.shape[dim] - start))
+    return DTensor.from_local(
+        local, mesh, [Shard(dim)], run_check=False, shape=value.shape, stride=value.stride()
+    )
 
 
 def spread(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -49,6 +60,9 @@ def spread(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         key: distribute_tensor(value, line, placements[key]) if key in placements else value
         for key, value in state.items()
     }
+    for key, value in state.items():
+        if "torch." in key:
+            spread_out[key] = shard(value, int(key[0]), line)
     square = init_device_mesh("cpu", (2, world // 2)) if world % 2 == 0 else line
     both = [Shard(0), Shard(2)] if world % 2 == 0 else [Shard(2)]
     spread_out["mesh"] = distribute_tensor(state["mesh"], square, both)
@@ -96,3 +110,39 @@ def test_any_number_of_ranks_writes_the_same_bytes(tmp_path: Path) -> None:
     assert len(model_files(tmp_path / "1")) > 3
     for path in (tmp_path / "1").iterdir():
         assert path.read_bytes() == (tmp_path / "3" / path.name).read_bytes(), path.name
+
+
+def save_in_the_background(folder: str, kind: AsyncCheckpointerType) -> None:
+    writer = dcp.HuggingFaceStorageWriter(folder)
+    saving: Any = dcp.async_save(spread(whole_state()), storage_writer=writer, async_checkpointer_type=kind)
+    saving.result()
+
+
+@pytest.mark.parametrize("kind", [AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS])
+def test_ranks_write_in_the_background(tmp_path: Path, kind: AsyncCheckpointerType) -> None:
+    assert run_ranks(save_in_the_background, 2, str(tmp_path), kind) == [("returned", None)] * 2
+    assert model_files(tmp_path) == ["model-00001-of-00001.safetensors", "model.safetensors.index.json"]
+    assert same(with_safetensors(tmp_path), whole_state())
+
+
+class _Failing(dcp.DefaultSavePlanner):
+    def resolve_data(self, write_item: Any) -> Any:
+        if write_item.index.fqn == "columns" and dist.get_rank() == 1:
+            raise OSError(5, "no data")
+        return super().resolve_data(write_item)
+
+
+def fail_while_columns_are_sent(folder: str) -> str:
+    writer = dcp.HuggingFaceStorageWriter(folder)
+    try:
+        dcp.save(spread(whole_state()), storage_writer=writer, planner=_Failing())
+    except CheckpointException as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_failure_while_columns_are_sent_is_raised_by_all(tmp_path: Path) -> None:
+    for kind, message in run_ranks(fail_while_columns_are_sent, 3, str(tmp_path)):
+        assert kind == "returned"
+        assert "no data" in message
+    assert model_files(tmp_path) == []

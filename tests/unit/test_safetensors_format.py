@@ -74,6 +74,11 @@ def entry(begin: int, end: int, shape: list[int], dtype: str = "F32") -> dict[st
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
+def doubled(entries: dict[str, Any]) -> bytes:
+    """A file that has the key "a" twice, given it once as "A"."""
+    return file_with(entries, 8).replace(b'"A"', b'"a"')
+
+
 HOSTILE = {
     "no JSON": b"\x05" + bytes(7) + b"{{{{{",
     "not an object": file_with([]),  # type: ignore[arg-type]
@@ -91,6 +96,7 @@ HOSTILE = {
     "a huge shape": file_with({"a": entry(0, 8, [1 << 62, 1 << 62])}, 8),
     "many dimensions": file_with({"a": entry(0, 4, [1] * 1000)}, 4),
     "attributes that are no text": file_with({"__metadata__": {"a": 1}}),
+    "a key twice": doubled({"a": entry(0, 8, [2]), "A": entry(0, 8, [2], "I32")}),
     "no shape": file_with({"a": {"dtype": "F32", "data_offsets": [0, 4]}}, 4),
     "deep nesting": file_with({}) and (100_000).to_bytes(8, "little") + b"[" * 100_000,
     "a header beyond the end": (1000).to_bytes(8, "little") + b"{}",
@@ -104,7 +110,8 @@ HOSTILE = {
 def test_what_cannot_be_is_refused(case: str) -> None:
     with pytest.raises(IntegrityError, match=r"^f\b"):
         parse(HOSTILE[case])
-    if case != "many dimensions":  # which the format permits, and torch does not
+    # The format permits many dimensions, and torch does not; the package takes one of two equal keys.
+    if case not in {"many dimensions", "a key twice"}:
         with pytest.raises((safetensors.SafetensorError, KeyError)):
             load_with_safetensors(HOSTILE[case])
 
@@ -179,7 +186,17 @@ def test_names_tell_their_save_and_missing_files() -> None:
     ]
 
 
-@pytest.mark.parametrize("text", [b"", b"[]", b'{"weight_map": {"a": "../b"}}', b'{"weight_map": {"a": 1}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b'{"weight_map": {"a": "../b"}}',
+        b'{"weight_map": {"a": "/etc/b"}}',
+        b'{"weight_map": {"a": 1}}',
+        b'{"weight_map": {"a": "x", "a": "y"}}',
+    ],
+)
 def test_an_index_that_cannot_be_is_refused(text: bytes) -> None:
     with pytest.raises(MetadataFormatError):
         parse_index(text, path="i")

@@ -63,6 +63,7 @@ def adapt_writer(writer: Any) -> WriterPort:
         summary_of=getattr(ours, "how_to_find_metadata", lambda metadata: metadata),
         abandon_save=getattr(ours, "abandon", _do_nothing),
         place=os.path.normpath(ours.checkpoint_id) if isinstance(ours, StoreWriter) else None,
+        needs_other_ranks=getattr(ours, "needs_other_ranks", lambda plan: False),  # noqa: ARG005
     )
 
 

@@ -83,6 +83,8 @@ class WriterPort:
             metadata: that itself, or less if the writer can find the metadata again.
         abandon_save: Called by :meth:`abandon`.
         place: Where it writes to, if all ranks must write to the same place; None if that is not known.
+        needs_other_ranks: Takes a plan, and tells whether ``write`` exchanges bytes with other ranks for it:
+            then no other process can do it.
     """
 
     plugin: StorageWriter
@@ -91,6 +93,7 @@ class WriterPort:
     summary_of: Callable[[Metadata], Any]
     abandon_save: Callable[..., None]
     place: str | None = None
+    needs_other_ranks: Callable[[SavePlan], bool] = lambda plan: False  # noqa: ARG005
 
     def set_up(self, context: SaveContext) -> None:
         """Tell the writer of the save that begins."""

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from holdfast._phase_clock import PhaseClock
 from holdfast._ranks.broadcast import Broadcast
-from holdfast._ranks.exchange import Exchange
+from holdfast._ranks.exchange import Exchange, do_nothing
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -64,9 +64,9 @@ class TimedExchange(Exchange):
         finally:
             self._clock.end_wait()
 
-    def open_broadcast(self, members: Sequence[int]) -> Broadcast:
+    def open_broadcast(self, members: Sequence[int], check: Callable[[], None] = do_nothing) -> Broadcast:
         """Let the other exchange open it."""
-        return self._inner.open_broadcast(members)
+        return self._inner.open_broadcast(members, check)
 
     def confirm(self) -> None:
         """Let the other exchange confirm."""

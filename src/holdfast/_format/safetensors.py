@@ -6,6 +6,7 @@ and dtype names are those that torch has.
 """
 
 import itertools
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -168,10 +169,12 @@ def parse_header(data: bytes | bytearray, file_nbytes: int, *, path: str) -> Hea
             overlap, gaps between them.
     """
     try:
-        entries = msgspec.json.decode(memoryview(data)[LENGTH_NBYTES:], type=dict[str, dict[str, Any]])
+        text = memoryview(data)[LENGTH_NBYTES:]
+        entries = msgspec.json.decode(text, type=dict[str, dict[str, Any]])
+        refuse_doubles(text)
         attributes = msgspec.convert(entries.pop(_ATTRIBUTES, {}), dict[str, str])
         found = [(key, msgspec.convert(entry, _Entry)) for key, entry in entries.items()]
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _damaged(path, str(error)) from error
     found.sort(key=lambda pair: pair[1].data_offsets)
     tensors = [_tensor(key, entry, path) for key, entry in found]
@@ -188,6 +191,19 @@ def parse_header(data: bytes | bytearray, file_nbytes: int, *, path: str) -> Hea
     _check_end(len(data) + end, file_nbytes, tensors, path)
     placed = [tensor._replace(begin=tensor.begin + len(data)) for tensor in tensors]
     return Header(placed, attributes, len(data))
+
+
+def refuse_doubles(text: "bytes | bytearray | memoryview") -> None:
+    """Raise ValueError if JSON has a key twice: readers differ in which of the two they take."""
+    json.loads(bytes(text), object_pairs_hook=_without_doubles)
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"it has {next(key for key in keys if keys.count(key) > 1)!r} twice")
+    return found
 
 
 class _Entry(msgspec.Struct):

@@ -7,7 +7,7 @@ import msgspec
 
 from holdfast._format.manifest import is_plain_name
 from holdfast._format.names import SAVE_DIGITS
-from holdfast._format.safetensors import SUFFIX, StoredTensor
+from holdfast._format.safetensors import SUFFIX, StoredTensor, refuse_doubles
 from holdfast.errors import MetadataFormatError, UsageError
 
 INDEX = "model.safetensors.index.json"
@@ -154,7 +154,8 @@ def parse_index(data: bytes | bytearray, *, path: str) -> dict[str, str]:
     """
     try:
         weight_map = msgspec.json.decode(data, type=_Index).weight_map
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        refuse_doubles(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise MetadataFormatError(f"{path} is not the index of a model: {error}", path=path) from error
     foreign = next((name for name in weight_map.values() if not is_plain_name(name)), None)
     if foreign is not None:

@@ -15,7 +15,14 @@ from holdfast._io.cold_reads import ColdReads
 from holdfast._io.local_buffers import BUFFER_NBYTES
 from holdfast._io.local_calls import flush_to_disk, naming, write_fully
 from holdfast._io.local_claim import claim_folder
-from holdfast._io.local_ranges import LocalRangeWriter, link_file, open_for_ranges, reserve_file
+from holdfast._io.local_ranges import (
+    NO_RANGES,
+    LocalRangeWriter,
+    can_write_ranges,
+    link_file,
+    open_for_ranges,
+    reserve_file,
+)
 from holdfast._io.local_reader import LocalReader
 from holdfast._io.local_writer import LocalWriter
 from holdfast._io.page_cache import PageCache, check_page_cache, room
@@ -250,6 +257,10 @@ class LocalStore(ByteStore):
             fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
+        except OSError as error:
+            if error.errno not in NO_RANGES:
+                raise
+            return super().rewrite(name, data)
         with naming(path):
             try:
                 write_fully(fd, [memoryview(data)], 0)
@@ -258,13 +269,17 @@ class LocalStore(ByteStore):
                 os.close(fd)
         return True
 
+    def takes_ranges(self, name: str) -> bool:
+        """Try whether files can be written in any order; see ByteStore."""
+        return can_write_ranges(self._path(check_name(name)))
+
     def reserve(self, name: str, nbytes: int) -> None:
         """Make a new file of a size; see ByteStore."""
         reserve_file(self._path(check_name(name)), nbytes)
 
     def open_ranges(self, name: str) -> LocalRangeWriter:
         """Open a file to write ranges of it; see ByteStore."""
-        return open_for_ranges(self._path(check_name(name)))
+        return open_for_ranges(self._path(check_name(name)), self._page_cache, self._expected)
 
     def rename(self, old: str, new: str) -> None:
         """Give a file another name; see ByteStore."""

@@ -1,55 +1,82 @@
-"""Owns local files that several processes write together: each the ranges that it has."""
+"""Owns local files that several processes write together: each process writes the ranges that it has."""
 
 import errno
 import os
 import stat
+import sys
+from contextlib import suppress
 
 from holdfast._io.file_access import RangeWriter
-from holdfast._io.local_calls import flush_to_disk, naming, write_fully
+from holdfast._io.local_calls import PAGE, flush_to_disk, naming, write_fully
+from holdfast._io.page_cache import PageCache
 from holdfast._io.store import taken_name
 from holdfast._io.write_back import BufferOutput
 from holdfast.errors import CheckpointNotFoundError, StorageError
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OLD = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_LARGE = 1 << 20
+_LARGE = 256 << 10
 """From this on a range is handed to the disk at once. Smaller ones would cost a call more each."""
+_REOPENS = sys.platform == "linux"
+NO_RANGES = {
+    errno.EPERM,
+    errno.EACCES,
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.ESPIPE,
+    errno.EBADF,
+}
+"""What mounts of object stores answer to whoever does not write a file once from front to back."""
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 
 
 class LocalRangeWriter(RangeWriter):
-    """Writes ranges of a local file through the page cache, which is shared by the processes of a machine.
+    """Writes ranges of a local file: whole pages as ``BufferOutput`` does, the rest through the page cache.
+
+    Only pages that one range has all of go past the page cache, so that no page is written both ways.
 
     Args:
         path: The file, for messages.
         fd: It, open for writing. The writer owns the descriptor.
+        page_cache: What to leave in the page cache.
+        save_nbytes: About how much this process will write, in all files.
     """
 
-    def __init__(self, path: str, fd: int) -> None:
+    def __init__(self, path: str, fd: int, page_cache: PageCache, save_nbytes: int) -> None:
         self.path = path
         self._fd = fd
-        nbytes = os.fstat(fd).st_size
-        self._output = BufferOutput(fd, "keep", nbytes, nbytes)
+        # Whether writes go past the page cache belongs to an open file, so the pages have one of their own.
+        self._pages = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_CLOEXEC) if _REOPENS else os.dup(fd)
+        nbytes = min(os.fstat(fd).st_size, save_nbytes)
+        policy = page_cache if _REOPENS else "keep"
+        self._output = BufferOutput(self._pages, policy, nbytes, max(nbytes, save_nbytes))
 
     def write_at(self, offset: int, view: memoryview) -> None:
         """Write all of ``view``; see RangeWriter."""
+        first, last = -offset % PAGE, len(view) - (offset + len(view)) % PAGE
         with naming(self.path):
-            if len(view) < _LARGE:
+            if last - first < _LARGE:
                 write_fully(self._fd, [view], offset)
-            else:
-                self._output.write(view, offset)
+                return
+            self._output.write(view[first:last], offset + first)
+            for begin, end in ((0, first), (last, len(view))):
+                write_fully(self._fd, [view[begin:end]], offset + begin)
 
     def finish(self) -> None:
         """Flush and close the file; see RangeWriter."""
         with naming(self.path):
             flush_to_disk(self._fd)
+            self._output.release_pages()
         self.close()
 
     def close(self) -> None:
         """Close the file."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        for fd in (self._fd, self._pages):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._pages = -1
 
 
 def reserve_file(path: str, nbytes: int) -> None:
@@ -69,8 +96,28 @@ def reserve_file(path: str, nbytes: int) -> None:
             os.close(fd)
 
 
-def open_for_ranges(path: str) -> LocalRangeWriter:
-    """Open a file that exists.
+def can_write_ranges(path: str) -> bool:
+    """Whether a new file can be opened again and written in any order. The file is removed."""
+    try:
+        reserve_file(path, 2 * PAGE)
+        fd = os.open(path, _OLD)
+        try:
+            for offset in (PAGE, 0):
+                write_fully(fd, [bytearray(1)], offset)
+        finally:
+            os.close(fd)  # which is where some mounts tell what they could not do
+    except OSError as error:
+        if isinstance(error, StorageError) or error.errno not in NO_RANGES:
+            raise
+        return False
+    finally:
+        with suppress(OSError):
+            os.unlink(path)
+    return True
+
+
+def open_for_ranges(path: str, page_cache: PageCache, save_nbytes: int) -> LocalRangeWriter:
+    """Open a file that exists; see ``LocalRangeWriter`` for the other arguments.
 
     Raises:
         CheckpointNotFoundError: There is none.
@@ -84,7 +131,7 @@ def open_for_ranges(path: str) -> LocalRangeWriter:
         os.close(fd)
         raise StorageError(f"{path}: is not a regular file.", path=path)
     os.set_blocking(fd, True)
-    return LocalRangeWriter(path, fd)
+    return LocalRangeWriter(path, fd, page_cache, save_nbytes)
 
 
 def link_file(old: str, new: str) -> bool:

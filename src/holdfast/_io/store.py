@@ -81,7 +81,7 @@ class StoreTraits:
         read_gap_nbytes: The largest gap between two wanted ranges that is worth reading along with them.
         read_nbytes: The most bytes that small neighbours are read in at once.
         lists_sizes: Whether ``list`` costs no more than ``names``. If not, a size is asked for by ``open``.
-        random_writes: Whether there are ``reserve``, ``open_ranges``, ``rename`` and ``link``.
+        random_writes: Whether there are ``takes_ranges``, ``reserve``, ``open_ranges``, ``rename``, ``link``.
         looks_below: Whether ``below`` with a name costs about as much as without.
         may_write_late: Whether files of a process may appear after the process was killed, because it has
             sent them to a server.
@@ -317,6 +317,13 @@ class ByteStore(FileSource):
             return False
         self.replace(name, data, durable=False)
         return True
+
+    def takes_ranges(self, name: str) -> bool:
+        """Whether files here can be written in any order, which a mount of an object store may refuse.
+
+        It is tried with a new file of that name, which is removed. Only with ``random_writes``.
+        """
+        raise NotImplementedError
 
     def reserve(self, name: str, nbytes: int) -> None:
         """Make a new file of a size, full of zeros, to be written in ranges. Only with ``random_writes``.

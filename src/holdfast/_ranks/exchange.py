@@ -20,6 +20,10 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+def do_nothing() -> None:
+    """The check of whoever has no reason to give up waiting."""
+
+
 class Exchange(abc.ABC):
     """This process's place among the ranks of one save or load.
 
@@ -70,11 +74,12 @@ class Exchange(abc.ABC):
         """
         return self.agree(step, lambda: None, lambda _: produce())
 
-    def open_broadcast(self, members: Sequence[int]) -> Broadcast:
+    def open_broadcast(self, members: Sequence[int], check: Callable[[], None] = do_nothing) -> Broadcast:
         """Connect some ranks to send bulk bytes to each other; all of them call it, in the part of a step.
 
         Args:
             members: At least two ranks, in the same order on all of them; this rank is one of them.
+            check: Called while nothing is sent or received; it may raise to give up waiting.
 
         Raises:
             CheckpointException: A member is lost before all have come.

@@ -13,7 +13,7 @@ from holdfast._ranks.authentication import ConnectionRequest
 from holdfast._ranks.broadcast import Broadcast, broadcast_key
 from holdfast._ranks.channel import Channel, open_channel
 from holdfast._ranks.coordinator import CoordinatorEnd
-from holdfast._ranks.exchange import Alone, Exchange
+from holdfast._ranks.exchange import Alone, Exchange, do_nothing
 from holdfast._ranks.failures import PackedFailure, SessionFailedError, SessionFailure, attempt, lost_rank
 from holdfast._ranks.ledger import Label
 from holdfast._ranks.listener import connect
@@ -114,7 +114,7 @@ class GroupExchange(Exchange):
             self._end.announce(self._number, self._step, label, encoded)
             return value  # type: ignore[no-any-return]
 
-    def open_broadcast(self, members: Sequence[int]) -> Broadcast:
+    def open_broadcast(self, members: Sequence[int], check: Callable[[], None] = do_nothing) -> Broadcast:
         """Connect to the next rank of the ring, and wait for the one before."""
         ring = tuple(members)
         count = self._broadcasts[ring] = self._broadcasts.get(ring, 0) + 1
@@ -122,14 +122,19 @@ class GroupExchange(Exchange):
         following = ring[(ring.index(self.rank) + 1) % len(ring)]
         request = ConnectionRequest(self.rank, broadcast=broadcast_key(self._number, ring, count, following))
         channel = self._channel
-        outgoing, _ = connect(channel.addresses[following], channel.secret, request, self._check)
+
+        def check_both() -> None:
+            self._check()
+            check()
+
+        outgoing, _ = connect(channel.addresses[following], channel.secret, request, check_both)
         key = broadcast_key(self._number, ring, count, self.rank)
         try:
-            incoming = self._end.listener.wait_for_broadcast(key, self._check)
+            incoming = self._end.listener.wait_for_broadcast(key, check_both)
         except BaseException:
             outgoing.close()
             raise
-        return Broadcast(ring, self.rank, incoming, outgoing, self._check)
+        return Broadcast(ring, self.rank, incoming, outgoing, check_both)
 
     @contextlib.contextmanager
     def _taking(self, step: str) -> Iterator[Label]:

@@ -109,7 +109,7 @@ class ModelCommit:
         found = {}
         for file in self.layout.files:
             sums = b"".join(checksums[tensor.key] for tensor in file.tensors)
-            if self._in_place:
+            if self.layout.in_place:
                 header = file.header(digest_of(sums))
                 with self.store.open_ranges(file.temporary) as output:
                     output.write_at(0, memoryview(header))
@@ -122,20 +122,15 @@ class ModelCommit:
         self.store.replace(CHECKSUMS, dump_checksums(files, BLOCK_SIZE))
 
     @property
-    def _in_place(self) -> bool:
-        """Whether files can be changed and renamed; if not, they have their names and headers already."""
-        return self.store.traits.random_writes
-
-    @property
     def _streamed(self) -> list[str]:
         """Files that have the names which they keep since they were written."""
-        return [] if self._in_place else [file.temporary for file in self.layout.files]
+        return [] if self.layout.in_place else [file.temporary for file in self.layout.files]
 
     def _commit(self, there: set[str]) -> bool:
         """Make the model exist; return whether its files have their usual names."""
         usual = [file.name for file in self.layout.files]
         is_lone = not self.layout.has_index
-        if not self._in_place:
+        if not self.layout.in_place:
             self.names = {file.name: file.temporary for file in self.layout.files}
             if not is_lone or self.names != {LONE: LONE}:
                 self._put_index()
@@ -209,6 +204,7 @@ def discard_model(store: ByteStore, save_id: str, made: Iterable[str] = ()) -> b
         names = store.names() if store.can_list else {INDEX} if store.exists(INDEX) else set()
         mine = {name for name in names if save_in_name(name) == save_id[:SAVE_DIGITS]} | set(made)
         used = files_of_index(store, names)
+        store.abort_unfinished(lambda name: name in mine and name not in used)
     except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
         logger.warning("%s: files of a failed save stay, as nobody knows if it was: %s", store.url, error)
         return False

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from holdfast._format.safetensors import StoredTensor, build_header, knows_dtype, place_tensors
-from holdfast._format.safetensors_checksums import IDENTITY, IDENTITY_DIGITS, digest_of
+from holdfast._format.safetensors_checksums import IDENTITY, IDENTITY_DIGITS
 from holdfast._format.safetensors_index import (
     INDEX,
     LONE,
@@ -86,10 +86,13 @@ class ModelLayout:
     Attributes:
         files: The files.
         names: The name of each key of the plans in the files.
+        in_place: Whether ranks write at any place of the files, which get their names later. If not, each
+            file is written from front to back by one rank, under the name that it keeps.
     """
 
     files: list[ExportFile]
     names: dict[str, str]
+    in_place: bool = True
 
     @property
     def has_index(self) -> bool:
@@ -115,13 +118,11 @@ class RankPlaces:
 
     Attributes:
         files: The files that the rank writes to.
-        headers: The headers of these files with their sizes, where files are written from front to back.
         places: For each key the number of its file here, where its tensor begins there, and the name of the
             dtype that it is stored with.
     """
 
     files: list[str] = field(default_factory=list)
-    headers: list[tuple[bytes, int]] = field(default_factory=list)
     places: dict[str, tuple[int, int, str]] = field(default_factory=dict)
 
 
@@ -202,7 +203,7 @@ def for_streams(layout: ModelLayout, taken: Collection[str], save_id: str) -> Mo
     if not names.keys().isdisjoint(taken) or (not layout.has_index and INDEX in taken):
         names = {name: name_after_save(name, save_id) for name in names}
     files = [file._replace(temporary=names[file.name]) for file in layout.files]
-    return replace(layout, files=files)
+    return replace(layout, files=files, in_place=False)
 
 
 def _place(files: Mapping[str, Sequence[StoredTensor]], save_id: str) -> list[ExportFile]:
@@ -213,20 +214,11 @@ def _place(files: Mapping[str, Sequence[StoredTensor]], save_id: str) -> list[Ex
     ]
 
 
-def places_in_streams(layout: ModelLayout, plan: SavePlan, save_id: str) -> RankPlaces:
-    """As ``places_of_rank``, with the headers of all files, for the one rank that writes them."""
-    told = RankPlaces([file.temporary for file in layout.files])
-    # The content is not known yet: what stands for it is the save.
-    told.headers.extend((file.header(digest_of(save_id.encode())), file.nbytes) for file in layout.files)
-    told.places.update(places_of_rank(layout, plan, told.files).places)
-    return told
-
-
-def places_of_rank(layout: ModelLayout, plan: SavePlan, files: Sequence[str] = ()) -> RankPlaces:
-    """Where the tensors of a rank's plan lie; ``files`` come first among the files."""
+def places_of_rank(layout: ModelLayout, plan: SavePlan) -> RankPlaces:
+    """Where the tensors of a rank's plan lie."""
     by_name = {tensor.key: (file, tensor) for file in layout.files for tensor in file.tensors}
     told = RankPlaces()
-    numbers = {name: number for number, name in enumerate(files)}
+    numbers: dict[str, int] = {}
     for key in columns_of(plan).keys:
         file, tensor = by_name[layout.names[key]]
         number = numbers.setdefault(file.temporary, len(numbers))

@@ -7,6 +7,7 @@ from typing import Any
 from torch.futures import Future
 
 from holdfast._contents.safetensors_manifest import ModelChunk
+from holdfast._format.safetensors_index import temporary_file
 from holdfast._io.blocks import BLOCK_SIZE
 from holdfast._io.range_sums import join_sums
 from holdfast._plan.global_plan import find_problems
@@ -20,13 +21,15 @@ from holdfast._storage.safetensors_commit import (
 from holdfast._storage.safetensors_layout import (
     ExportOptions,
     ModelLayout,
+    RankPlaces,
     for_streams,
     lay_out,
-    places_in_streams,
     places_of_rank,
     refuse_what_is_no_tensor,
 )
 from holdfast._storage.safetensors_metadata import metadata_of_chunks
+from holdfast._storage.safetensors_owners import StreamPlaces, tell_owners, tell_owners_of_columns
+from holdfast._storage.safetensors_streams import write_streams
 from holdfast._storage.safetensors_writing import write_chunks
 from holdfast._storage.store_writer import StoreWriter, fill_metadata
 from holdfast._torch_compat import our_save_planner, to_ours, to_torch
@@ -58,13 +61,6 @@ class SafetensorsWriter(StoreWriter):
                 "use_collectives=False is not for safetensors files: the ranks write the files of a model "
                 "together. With no_dist=True one process writes a model that it has all of."
             )
-        if not self.store.traits.random_writes and self.context.world_size > 1:
-            raise UsageError(
-                f"{self.store.url}: ranks write safetensors files together at any place of them, which this "
-                "storage cannot do. Let one rank save whole tensors with no_dist=True, or save to a local or "
-                "shared folder, and copy the files from there.",
-                path=self.store.url,
-            )
         ours: SavePlan = to_ours(plan)
         refuse_what_is_no_tensor(ours)
         self._key_order = columns_of(ours).keys
@@ -76,17 +72,38 @@ class SafetensorsWriter(StoreWriter):
         self._world_size = len(plans)
         layout = lay_out(ours, self._key_order, self.options, self.save_id)
         self._take_lease()
-        if self.store.traits.random_writes:
-            told = [places_of_rank(layout, plan) for plan in ours]
-            for file in layout.files:
-                self.store.reserve(file.temporary, file.nbytes)
+        told: Sequence[RankPlaces]
+        if self.store.traits.random_writes and self._reserve(layout):
+            may_send = self.context.open_broadcast is not None and not self.context.writes_elsewhere
+            told = (
+                tell_owners_of_columns(layout, ours)
+                if may_send and len(plans) > 1
+                else [places_of_rank(layout, plan) for plan in ours]
+            )
         else:
+            self._refuse_strangers(len(plans))
             layout = for_streams(layout, names_there(self.store, layout), self.save_id)
-            told = [places_in_streams(layout, plan, self.save_id) for plan in ours]
+            told = tell_owners(layout, ours, self.save_id)
         self._layout = layout
         return [
             dataclasses.replace(plan, storage_data=places) for plan, places in zip(plans, told, strict=True)
         ]
+
+    def _reserve(self, layout: ModelLayout) -> bool:
+        """Make the files, for ranks to write to; False if this place takes files from front to back only."""
+        if not self.store.takes_ranges(temporary_file(len(layout.files), self.save_id)):
+            return False
+        for file in layout.files:
+            self.store.reserve(file.temporary, file.nbytes)
+        return True
+
+    def _refuse_strangers(self, world_size: int) -> None:
+        if world_size > 1 and self.context.open_broadcast is None:
+            raise UsageError(
+                f"{self.store.url} takes files from front to back only. There ranks send each other what "
+                "they have, and whoever runs this save gives them no connections. Call holdfast.save.",
+                path=self.store.url,
+            )
 
     def _take_lease(self) -> None:
         is_new = self._lease is None
@@ -97,17 +114,36 @@ class SafetensorsWriter(StoreWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
         """Write every chunk at its place, and wait until the storage has it."""
         self.expect_files(plan)
-        results = write_chunks(
-            self.store,
-            to_ours(plan),
-            our_save_planner(planner),
-            threads=self.thread_count,
-            budget=self.memory_budget,
-            progress=self.context.progress,
-        )
+        ours, values = to_ours(plan), our_save_planner(planner)
+        places, context = plan.storage_data, self.context
+        results = []
+        if isinstance(places, StreamPlaces):
+            results = write_streams(
+                self.store,
+                ours,
+                values,
+                rank=context.rank,
+                open_broadcast=context.open_broadcast,
+                progress=context.progress,
+            )
+            items = [item for item in ours.items if item.index.fqn not in places.owners]
+            ours = dataclasses.replace(ours, items=items)
+        if ours.items or not isinstance(places, StreamPlaces):
+            results += write_chunks(
+                self.store,
+                ours,
+                values,
+                threads=self.thread_count,
+                budget=self.memory_budget,
+                progress=context.progress,
+            )
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+    def needs_other_ranks(self, plan: SavePlan) -> bool:
+        """Whether ``write_data`` sends to other ranks or receives from them, which only the trainer can."""
+        return isinstance(plan.storage_data, StreamPlaces) and self.context.world_size > 1
 
     def expect_files(self, plan: SavePlan) -> None:
         """Keep the right to write there while a plan is written, here or in another process."""
@@ -144,8 +180,10 @@ class SafetensorsWriter(StoreWriter):
     def abandon(self, *, outcome_is_known: bool = True) -> None:
         """After a save that failed: the coordinator removes what all ranks have written for it."""
         if outcome_is_known and self._lease is not None:
-            files = self._layout.files if self._layout else ()
-            if not discard_model(self.store, self.save_id, [file.temporary for file in files]):
+            names = [file.temporary for file in self._layout.files] if self._layout else []
+            is_clean = discard_model(self.store, self.save_id, names)
+            # What a killed rank has sent may reach the store after this.
+            if not is_clean or (self._world_size > 1 and self.store.traits.may_write_late):
                 self._lease.leave()
         self._release()
 

@@ -10,22 +10,22 @@ import torch
 from holdfast._format.item_table import StorageInfo
 from holdfast._geometry import row_major_strides
 from holdfast._io import pool
-from holdfast._io.copying import copy_bytes
 from holdfast._io.file_access import RangeWriter
+from holdfast._io.local_buffers import BUFFER_NBYTES
 from holdfast._io.pool import Cancellation
 from holdfast._io.progress import ProgressTracker
+from holdfast._io.range_ring import RANGE_BUFFERS, RangeRing
 from holdfast._io.range_sums import RangeSums
 from holdfast._io.store import ByteStore
 from holdfast._storage.safetensors_layout import RankPlaces
-from holdfast._storage.safetensors_streams import StreamedFile
 from holdfast._tensors.host import host_pieces
 from holdfast.errors import InvalidPlanError, UsageError
 from holdfast.planner import SavePlan, SavePlanner, WriteItem
 from holdfast.storage import WriteResult
 
-_BUFFER = 4 << 20
-"""Bytes that are gathered before they are written. Runs that follow each other in the file go together."""
-_SMALLEST_COPY = 1 << 20
+_RING = RANGE_BUFFERS * BUFFER_NBYTES
+_SMALLEST_COPY, _LARGEST_COPY = 1 << 20, 16 << 20
+"""Bytes of tensors that are cast, or are not contiguous, that are copied at a time."""
 
 
 class ChunkPlace(NamedTuple):
@@ -76,43 +76,6 @@ class ChunkPlace(NamedTuple):
             at += len(part)
 
 
-class RunBuffer:
-    """Gathers runs that follow each other in a file, and writes them together.
-
-    What is written and what is summed is a copy: a tensor that somebody changes meanwhile still gives a file
-    that agrees with its checksums.
-    """
-
-    def __init__(self, progress: ProgressTracker) -> None:
-        self._memory = memoryview(bytearray(_BUFFER))
-        self._progress = progress
-        self._file: RangeWriter | None = None
-        self._start = 0
-        self._filled = 0
-
-    def put(self, file: RangeWriter, place: ChunkPlace, at: int, run: memoryview, sums: RangeSums) -> None:
-        """Take a run that begins at ``at`` in its tensor."""
-        done = 0
-        while done < len(run):
-            offset = place.begin + at + done
-            if file is not self._file or offset != self._start + self._filled or self._filled == _BUFFER:
-                self.flush()
-                self._file, self._start = file, offset
-            step = min(len(run) - done, _BUFFER - self._filled)
-            slot = self._memory[self._filled : self._filled + step]
-            copy_bytes(slot, run[done : done + step])
-            sums.add(at + done, slot)
-            self._filled += step
-            done += step
-
-    def flush(self) -> None:
-        """Write what was gathered."""
-        if self._filled and self._file is not None:
-            self._file.write_at(self._start, self._memory[: self._filled])
-            self._progress.advance(self._filled)
-        self._filled = 0
-
-
 class _Line(NamedTuple):
     """One item of the plan: where it goes, and how it is stored."""
 
@@ -135,7 +98,7 @@ def write_chunks(
     budget: int,
     progress: ProgressTracker,
 ) -> list[WriteResult]:
-    """Write every chunk of a plan at its place; on return the bytes are on stable storage.
+    """Write chunks of a plan at their places; on return the bytes are on stable storage.
 
     Args:
         store: The folder. Its files have their sizes already.
@@ -156,34 +119,30 @@ def write_chunks(
         (_line_of(item, places) for item in plan.items),
         key=lambda line: (line.file, line.place.begin, list(line.place.starts[:1])),
     )
-    threads = 1 if places.headers else max(1, min(threads, budget // (_BUFFER + _SMALLEST_COPY)))
-    copy_at_once = max(_SMALLEST_COPY, min(4 * _BUFFER, budget // threads - _BUFFER))
+    threads = max(1, min(threads, budget // (_RING + _SMALLEST_COPY)))
+    copy_at_once = max(_SMALLEST_COPY, min(_LARGEST_COPY, budget // threads - _RING))
     store.expect(sum(line.nbytes for line in lines))
     cancellation = Cancellation()
-    with ExitStack() as stack:
-        files: list[RangeWriter] = [stack.enter_context(file) for file in _open_files(store, places)]
 
-        def write(portion: Sequence[_Line]) -> list[WriteResult]:
-            buffer = RunBuffer(progress)
+    def write(portion: Sequence[_Line]) -> list[WriteResult]:
+        # Each thread has files of its own: what is known of a disk belongs to one stream of writes. They
+        # are flushed when the ring has handed over all of it.
+        with ExitStack() as stack:
+            numbers = dict.fromkeys(line.file for line in portion)
+            files = {
+                number: stack.enter_context(store.open_ranges(places.files[number])) for number in numbers
+            }
+            ring = stack.enter_context(RangeRing(progress.advance))
             results = []
             for line in portion:
                 cancellation.check()
                 name = places.files[line.file]
-                results.append(_write_line(line, files[line.file], name, planner, buffer, copy_at_once))
-            buffer.flush()
-            return results
+                results.append(_write_line(line, files[line.file], name, planner, ring, copy_at_once))
+        return results
 
-        jobs = [partial(write, portion) for portion in _deal(lines, threads)]
-        written = pool.run(jobs, threads=threads, cancellation=cancellation)
+    jobs = [partial(write, portion) for portion in _deal(lines, threads)]
+    written = pool.run(jobs, threads=threads, cancellation=cancellation)
     return [result for results in written for result in results]
-
-
-def _open_files(store: ByteStore, places: RankPlaces) -> Iterator[RangeWriter]:
-    if places.headers:
-        for name, (header, nbytes) in zip(places.files, places.headers, strict=True):
-            yield StreamedFile(store, name, header, nbytes)
-    else:
-        yield from map(store.open_ranges, places.files)
 
 
 def _line_of(item: WriteItem, places: RankPlaces) -> _Line:
@@ -197,23 +156,22 @@ def _line_of(item: WriteItem, places: RankPlaces) -> _Line:
 
 
 def _write_line(
-    line: _Line, file: RangeWriter, name: str, planner: SavePlanner, buffer: RunBuffer, copy_at_once: int
+    line: _Line, file: RangeWriter, name: str, planner: SavePlanner, ring: RangeRing, copy_at_once: int
 ) -> WriteResult:
     place, index = line.place, line.item.index
     if not place.starts:
         return WriteResult(index, 0, StorageInfo(name, place.begin, 0))
-    tensor = planner.resolve_data(line.item)
-    if not isinstance(tensor, torch.Tensor):
-        raise InvalidPlanError(f"{index.fqn}: the planner gave a {type(tensor).__name__}", key=index.fqn)
     sums, position = place.sums(), 0
-    for piece in _pieces(tensor, line.dtype, copy_at_once):
+
+    def add(offset: int, copy: memoryview) -> None:
+        # What is summed is the copy: a tensor that somebody changes meanwhile still gives a file that
+        # agrees with its checksums.
+        sums.add(offset - place.begin, copy)
+
+    for piece in cast_pieces(resolve(line.item, planner), line.dtype, copy_at_once):
         for at, run in place.cut(position, piece):
-            buffer.put(file, place, at, run, sums)
+            ring.put(file, place.begin + at, run, add)
         position += len(piece)
-    if position != line.nbytes:
-        raise InvalidPlanError(
-            f"{index.fqn}: the planner gave {position} bytes, and the plan has {line.nbytes}", key=index.fqn
-        )
     # The number of the first block tells where the sums belong.
     offset = place.begin + sums.first_block * sums.block_size
     return WriteResult(
@@ -221,7 +179,26 @@ def _write_line(
     )
 
 
-def _pieces(tensor: torch.Tensor, dtype: torch.dtype, max_bytes: int) -> Iterator[memoryview]:
+def resolve(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
+    """The values of an item, in the shape that the plan has for it.
+
+    Raises:
+        InvalidPlanError: The planner gives something else.
+    """
+    assert item.tensor_data is not None
+    key, shape = item.index.fqn, item.tensor_data.chunk.sizes
+    tensor = planner.resolve_data(item)
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidPlanError(f"{key}: the planner gave a {type(tensor).__name__}", key=key)
+    if tensor.numel() != shape.numel():
+        found = tuple(tensor.shape)
+        raise InvalidPlanError(
+            f"{key}: the planner gave a tensor of shape {found}, and the plan has {tuple(shape)}", key=key
+        )
+    return tensor.detach().reshape(shape)
+
+
+def cast_pieces(tensor: torch.Tensor, dtype: torch.dtype, max_bytes: int) -> Iterator[memoryview]:
     """The elements of a tensor, cast, in row-major order; what has to be copied is so in pieces."""
     tensor = tensor.detach()
     if tensor.dtype == dtype:
@@ -233,7 +210,7 @@ def _pieces(tensor: torch.Tensor, dtype: torch.dtype, max_bytes: int) -> Iterato
         rows = max(1, max_bytes // row)
         for start in range(0, tensor.shape[0], rows):
             part = tensor[start : start + rows]
-            yield from _pieces(part[0] if rows == 1 else part, dtype, max_bytes)
+            yield from cast_pieces(part[0] if rows == 1 else part, dtype, max_bytes)
 
 
 def _deal(lines: Sequence[_Line], count: int) -> list[Sequence[_Line]]:

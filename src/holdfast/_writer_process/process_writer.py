@@ -55,10 +55,13 @@ class ProcessWriter(WriterPort):
     def set_up(self, context: SaveContext) -> None:
         """Tell the writer of the save that begins."""
         self._context = context
+        context.writes_elsewhere = True
         super().set_up(context)
 
     def write(self, plan: SavePlan, planner: SavePlannerPort) -> list[WriteResult]:
         """Have the writer process write, and wait until the data is on stable storage.
+
+        What ranks must exchange bytes for is written here: the connections are those of this process.
 
         An exception of the writer process is raised here; its cause has the traceback of that process.
 
@@ -70,11 +73,13 @@ class ProcessWriter(WriterPort):
         began = time.perf_counter()
         self._refuse_if_cancelled()
         self._staged.wait()
+        self._total = sum(columns_of(plan).item_nbytes())
+        if self.needs_other_ranks(plan):
+            return super().write(plan, planner)
         self.expect_files(plan)
         request = SaveRequest(plan, request_planner(plan, planner.plugin), self.plugin)
         body = pack(request, self._staged.base)
         process = ready_writer_process()
-        self._total = sum(columns_of(plan).item_nbytes())
         slot, reply = process.submit(body, self._fd)
         del request, body
         with self._lock:
@@ -119,7 +124,9 @@ class ProcessWriter(WriterPort):
 
     def progress(self) -> tuple[int, int]:
         """The bytes that were written to files so far, and the bytes of the plan."""
-        return (0 if self._slot is None else self._slot.nbytes_done), self._total
+        if self._slot is None:
+            return (0 if self._context is None else self._context.progress.nbytes_done), self._total
+        return self._slot.nbytes_done, self._total
 
     def commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit, in the trainer; raises CancelledError if ``cancel`` was called."""
