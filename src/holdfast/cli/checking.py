@@ -9,7 +9,7 @@ from holdfast._format.item_table import StorageInfo
 from holdfast._io.blocks import crc32
 from holdfast._io.file_access import FileReader
 from holdfast._io.store import FileSource
-from holdfast.cli.report import Report
+from holdfast.cli.findings import Findings
 from holdfast.errors import ChecksumError
 
 __all__ = ["KeyedItem", "holdfast_jobs"]
@@ -51,7 +51,7 @@ class _File(NamedTuple):
     name: str
     rank: int | None
     block_size: int
-    report: Report
+    report: Findings
 
     def open(self) -> FileReader:
         # Each job opens the file for itself: a checkpoint may have more files than a process may have open.
@@ -71,7 +71,7 @@ def holdfast_jobs(
     *,
     nbytes: int,
     block_size: int,
-    report: Report,
+    report: Findings,
     rank: int | None,
 ) -> Iterator[Job]:
     """Jobs that together check each byte of a file once.

@@ -17,7 +17,7 @@ from holdfast.cli.checking_parts import part_jobs
 from holdfast.cli.exit_codes import FINE
 from holdfast.cli.inventory import Inventory, read_inventory
 from holdfast.cli.opening import LARGEST_METADATA, find_checkpoint
-from holdfast.cli.report import Report
+from holdfast.cli.findings import Findings
 from holdfast.cli.text import Style, counted, printable, size_text, write_json, write_lines
 from holdfast.errors import CheckpointExistsError, IntegrityError, StorageError, UsageError
 from holdfast.progress_display import tracking
@@ -145,7 +145,7 @@ class _CopiedPart:
 
     def _check(self) -> None:
         """Read the copy, and compare every byte with the checksums of the checkpoint."""
-        report = Report()
+        report = Findings()
         jobs = list(part_jobs(self.target, self.part, self.target.list(), report))
         with self._showing("checking", sum(self.part.files.values())) as tracker:
             report.on_progress = tracker.advance

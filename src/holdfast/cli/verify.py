@@ -13,26 +13,23 @@ from holdfast.cli.checking_torch import LIMITS
 from holdfast.cli.exit_codes import DAMAGED, FINE, exit_code
 from holdfast.cli.inventory import Inventory
 from holdfast.cli.opening import Checkpoint, find_checkpoint
-from holdfast.cli.report import Damage, Report, shortened
+from holdfast.cli.findings import Damage, Findings, shortened
 from holdfast.cli.text import Style, counted, printable, size_text, write_json, write_lines
 from holdfast.errors import CheckpointError, IntegrityError
 from holdfast.progress_display import tracking
 
-__all__ = ["run"]
+__all__ = ["check_checkpoint", "limits", "run", "where_text"]
 
 _MOST_THREADS = 4
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check everything, print what was found, and return the exit code."""
-    checkpoint = find_checkpoint(arguments.path)
-    report = Report()
-    parts = _read_parts(checkpoint, report)
-    sizes = checkpoint.store.list()
-    jobs = [job for part in parts for job in part_jobs(checkpoint.store, part, sizes, report)]
-    for note in unused_files(checkpoint, parts, sizes):
-        report.note(note)
-    _run_jobs(jobs, parts, report, arguments)
+    is_shown = Style(sys.stderr).is_terminal and not (arguments.quiet or arguments.json)
+    report = Findings()
+    parts = check_checkpoint(
+        find_checkpoint(arguments.path), report, threads=arguments.threads, show_progress=is_shown
+    )
     damages = report.sorted_damages()
     if arguments.json:
         write_json(_document(arguments.path, parts, report, damages))
@@ -41,12 +38,42 @@ def run(arguments: argparse.Namespace) -> int:
     return DAMAGED if damages else FINE
 
 
-def _read_parts(checkpoint: Checkpoint, report: Report) -> list[Inventory]:
+def check_checkpoint(
+    checkpoint: Checkpoint, report: Findings, *, threads: int | None = None, show_progress: bool = False
+) -> list[Inventory]:
+    """Read every byte of a checkpoint.
+
+    Args:
+        checkpoint: Where it is.
+        report: Takes what is found.
+        threads: How many threads read; None for a few.
+        show_progress: Whether a bar is drawn.
+
+    Returns:
+        The parts whose metadata could be read.
+    """
+    parts = _read_parts(checkpoint, report)
+    sizes = checkpoint.store.list()
+    jobs = [job for part in parts for job in part_jobs(checkpoint.store, part, sizes, report)]
+    for note in unused_files(checkpoint, parts, sizes):
+        report.note(note)
+    with tracking(show_progress, f"checking {printable(checkpoint.store.url)}") as tracker:
+        if tracker is not None:
+            tracker.begin(sum(nbytes for part in parts for nbytes in part.files.values()))
+            report.on_progress = tracker.advance
+        pool.run(
+            [_guarded(job, report) for job in jobs],
+            threads=threads or min(_MOST_THREADS, os.cpu_count() or 1),
+        )
+    return parts
+
+
+def _read_parts(checkpoint: Checkpoint, report: Findings) -> list[Inventory]:
     parts = [_read_part(checkpoint, rank, name, report) for rank, name in checkpoint.metadata_names]
     return [part for part in parts if part is not None]
 
 
-def _read_part(checkpoint: Checkpoint, rank: int | None, name: str, report: Report) -> Inventory | None:
+def _read_part(checkpoint: Checkpoint, rank: int | None, name: str, report: Findings) -> Inventory | None:
     try:
         return checkpoint.read(rank, name)
     except IntegrityError as error:
@@ -57,19 +84,7 @@ def _read_part(checkpoint: Checkpoint, rank: int | None, name: str, report: Repo
     return None
 
 
-def _run_jobs(
-    jobs: list[Callable[[], None]], parts: list[Inventory], report: Report, arguments: argparse.Namespace
-) -> None:
-    threads = arguments.threads or min(_MOST_THREADS, os.cpu_count() or 1)
-    is_shown = Style(sys.stderr).is_terminal and not (arguments.quiet or arguments.json)
-    with tracking(is_shown, f"checking {printable(arguments.path)}") as tracker:
-        if tracker is not None:
-            tracker.begin(sum(nbytes for part in parts for nbytes in part.files.values()))
-            report.on_progress = tracker.advance
-        pool.run([_guarded(job, report) for job in jobs], threads=threads)
-
-
-def _guarded(job: Callable[[], None], report: Report) -> Callable[[], None]:
+def _guarded(job: Callable[[], None], report: Findings) -> Callable[[], None]:
     """A job whose failure is damage, so that the other jobs go on."""
 
     def guarded() -> None:
@@ -87,7 +102,7 @@ def _guarded(job: Callable[[], None], report: Report) -> Callable[[], None]:
     return guarded
 
 
-def _document(path: str, parts: list[Inventory], report: Report, damages: list[Damage]) -> dict[str, object]:
+def _document(path: str, parts: list[Inventory], report: Findings, damages: list[Damage]) -> dict[str, object]:
     return {
         "schema": "holdfast.verify/1",
         "path": path,
@@ -98,29 +113,29 @@ def _document(path: str, parts: list[Inventory], report: Report, damages: list[D
         "checked_nbytes": report.checked_nbytes,
         "damage": [asdict(damage) for damage in damages],
         "notes": report.notes,
-        "limits": _limits(parts, report),
+        "limits": limits(parts, report),
     }
 
 
-def _limits(parts: list[Inventory], report: Report) -> list[str]:
+def limits(parts: list[Inventory], report: Findings) -> list[str]:
     """What could not be checked."""
-    limits = [LIMITS] if any(part.source == "torch" for part in parts) else []
-    return limits + [
+    known = [LIMITS] if any(part.source == "torch" for part in parts) else []
+    return known + [
         f"{counted(count, 'item')} not checked: {why}" for why, count in report.unchecked.items()
     ]
 
 
 def _lines(
-    arguments: argparse.Namespace, parts: list[Inventory], report: Report, damages: list[Damage]
+    arguments: argparse.Namespace, parts: list[Inventory], report: Findings, damages: list[Damage]
 ) -> Iterator[str]:
     style = Style(sys.stdout)
     for damage in damages:
-        yield f"{style.bad('damaged')}  {printable(_where(damage))}: {printable(damage.message)}"
+        yield f"{style.bad('damaged')}  {printable(where_text(damage))}: {printable(damage.message)}"
     if arguments.quiet:
         return
     for note in report.notes:
         yield f"{style.bold('note')}     {printable(note)}"
-    for limit in _limits(parts, report):
+    for limit in limits(parts, report):
         yield f"{style.bold('limit')}    {printable(limit)}"
     files = sum(len(part.files) for part in parts)
     items = sum(1 for part in parts for _ in part.items())
@@ -129,7 +144,8 @@ def _lines(
     yield f"{printable(arguments.path)}: {verdict}: {what}, {size_text(report.checked_nbytes)} checked"
 
 
-def _where(damage: Damage) -> str:
+def where_text(damage: Damage) -> str:
+    """Where a damage is: file, place and keys, as far as they are known."""
     words = [] if damage.rank is None else [f"rank {damage.rank}"]
     if damage.file is not None:
         words.append(damage.file)
