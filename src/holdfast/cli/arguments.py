@@ -74,6 +74,20 @@ examples:
 """
 
 
+_REPORT = """\
+Draw a checkpoint as one HTML page: its size by module, which rank wrote which part of which tensor, dtypes,
+how even files and ranks are, how the save went, and whether it is sound. The page needs no network and can
+be sent to others.
+"""
+
+_REPORT_EXAMPLES = """\
+examples:
+  holdfast report run/step-1000
+  holdfast report run/step-1000 -o step-1000.html --verify
+  holdfast report s3://bucket/run/step-1000 -o step-1000.html
+"""
+
+
 _CP = """\
 Copy a checkpoint to another place: a folder or a URL. Files are copied as they are. The copy is read back
 and every byte is compared with the recorded checksums. Only then it becomes a checkpoint, in one step: a
@@ -137,6 +151,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_show(_command(commands, "show", "what made it, when, how large, which files", _SHOW, ""))
     _add_verify(_command(commands, "verify", "check every byte", _VERIFY, _VERIFY_EXAMPLES))
     _add_trace(_command(commands, "trace", "how long the save took, and where", _TRACE, _TRACE_EXAMPLES))
+    _add_report(_command(commands, "report", "draw it as an HTML page", _REPORT, _REPORT_EXAMPLES))
     _add_cp(_command(commands, "cp", "copy it to another place, checked", _CP, _CP_EXAMPLES))
     _add_diff(_command(commands, "diff", "compare it with another one", _DIFF, _DIFF_EXAMPLES))
     _add_bench(_command(commands, "bench", "how fast a storage is", _BENCH, _BENCH_EXAMPLES))
@@ -205,6 +220,17 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="write a trace in the JSON format of Chrome")
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        default="report.html",
+        help="where the page goes; default: report.html, which is replaced",
+    )
+    parser.add_argument("--verify", action="store_true", help="read every byte, and tell what is damaged")
 
 
 def _add_cp(parser: argparse.ArgumentParser) -> None:

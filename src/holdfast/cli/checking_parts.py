@@ -8,9 +8,9 @@ from holdfast._geometry import Box, check_cover
 from holdfast._io.store import FileSource
 from holdfast.cli.checking import KeyedItem, holdfast_jobs
 from holdfast.cli.checking_torch import TorchItem, torch_jobs
+from holdfast.cli.findings import Findings
 from holdfast.cli.inventory import Inventory, StoredChunk, TensorEntry
 from holdfast.cli.opening import Checkpoint
-from holdfast.cli.findings import Findings
 from holdfast.cli.text import shape_text, size_text
 
 __all__ = ["part_jobs", "unused_files"]

@@ -15,8 +15,8 @@ from holdfast._geometry import volume
 from holdfast._io.blocks import crc32
 from holdfast._io.file_access import FileReader
 from holdfast._io.store import FileSource
-from holdfast.cli.inventory import StoredChunk
 from holdfast.cli.findings import Findings
+from holdfast.cli.inventory import StoredChunk
 from holdfast.cli.text import shape_text
 from holdfast.errors import ChecksumError, ExtensionError, IntegrityError
 from holdfast.extension import ExtensionRegistry, StreamTransformExtension

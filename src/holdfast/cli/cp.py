@@ -15,9 +15,9 @@ from holdfast._io.progress import STRIDE, ProgressTracker
 from holdfast._io.store import ByteStore, FileSource
 from holdfast.cli.checking_parts import part_jobs
 from holdfast.cli.exit_codes import FINE
+from holdfast.cli.findings import Findings
 from holdfast.cli.inventory import Inventory, read_inventory
 from holdfast.cli.opening import LARGEST_METADATA, find_checkpoint
-from holdfast.cli.findings import Findings
 from holdfast.cli.text import Style, counted, printable, size_text, write_json, write_lines
 from holdfast.errors import CheckpointExistsError, IntegrityError, StorageError, UsageError
 from holdfast.progress_display import tracking

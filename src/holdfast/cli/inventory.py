@@ -13,6 +13,8 @@ from holdfast._format.dtypes import DTYPES
 from holdfast._format.item_table import StorageInfo
 from holdfast._format.manifest import Manifest, decode
 from holdfast._format.paths import decode_paths
+from holdfast._format.stored_record import open_record
+from holdfast._transfer_record import TransferRecord
 
 Ints: TypeAlias = tuple[int, ...]
 
@@ -68,6 +70,7 @@ class Inventory:
         block_size: The unit of checksums.
         entries: Tensors and objects in the order of the checkpoint.
         files: The data files, each with the size that it must have; for torch's, at least.
+        record: What the save did.
     """
 
     source: Literal["holdfast", "torch"]
@@ -85,6 +88,7 @@ class Inventory:
     entries: list[TensorEntry | ObjectEntry]
     files: dict[str, int]
     _steps: Any = field(repr=False)
+    record: TransferRecord | None = field(default=None, repr=False)
 
     @property
     def tensors(self) -> list[TensorEntry]:
@@ -173,6 +177,7 @@ def read_inventory(data: bytes | bytearray, *, path: str, rank: int | None = Non
         # A chunk that torch's metadata names no place for has no file.
         files={name: nbytes for name, nbytes in sizes if name},
         _steps=steps,
+        record=open_record(manifest.record, manifest.checkpoint_id or path) if manifest.record else None,
     )
 
 

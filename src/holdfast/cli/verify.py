@@ -11,9 +11,9 @@ from holdfast._io import pool
 from holdfast.cli.checking_parts import part_jobs, unused_files
 from holdfast.cli.checking_torch import LIMITS
 from holdfast.cli.exit_codes import DAMAGED, FINE, exit_code
+from holdfast.cli.findings import Damage, Findings, shortened
 from holdfast.cli.inventory import Inventory
 from holdfast.cli.opening import Checkpoint, find_checkpoint
-from holdfast.cli.findings import Damage, Findings, shortened
 from holdfast.cli.text import Style, counted, printable, size_text, write_json, write_lines
 from holdfast.errors import CheckpointError, IntegrityError
 from holdfast.progress_display import tracking
@@ -102,7 +102,9 @@ def _guarded(job: Callable[[], None], report: Findings) -> Callable[[], None]:
     return guarded
 
 
-def _document(path: str, parts: list[Inventory], report: Findings, damages: list[Damage]) -> dict[str, object]:
+def _document(
+    path: str, parts: list[Inventory], report: Findings, damages: list[Damage]
+) -> dict[str, object]:
     return {
         "schema": "holdfast.verify/1",
         "path": path,
@@ -120,9 +122,7 @@ def _document(path: str, parts: list[Inventory], report: Findings, damages: list
 def limits(parts: list[Inventory], report: Findings) -> list[str]:
     """What could not be checked."""
     known = [LIMITS] if any(part.source == "torch" for part in parts) else []
-    return known + [
-        f"{counted(count, 'item')} not checked: {why}" for why, count in report.unchecked.items()
-    ]
+    return known + [f"{counted(count, 'item')} not checked: {why}" for why, count in report.unchecked.items()]
 
 
 def _lines(
