@@ -120,7 +120,7 @@ def _checks(part: Inventory, summary: dict[str, Any], integrity: Integrity) -> s
         ("transforms", "; ".join(transforms) or "none"),
         *(("note", note) for note in integrity.notes[:_MOST_FINDINGS]),
     ]
-    return section("Format and integrity", "", table((), rows))
+    return section("Format and integrity", "", table((), rows, keys=(1,)))
 
 
 def _dtype_bars(summary: dict[str, Any]) -> list[Bar]:

@@ -65,15 +65,23 @@ def scale_legend(first: str, shades: Iterable[str], last: str) -> str:
     return element("div", f"<b>{as_html(first)}</b>{strip}<b>{as_html(last)}</b>", class_="legend strip")
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = ()) -> str:
-    """A table; the columns of ``numbers`` are aligned to the right."""
+def table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    keys: Sequence[int] = (0,),
+    numbers: Sequence[int] = (),
+) -> str:
+    """A table. Only columns of ``keys`` are wrapped; those of ``numbers`` are aligned to the right."""
 
-    def cells(row: Sequence[str], tag: str) -> str:
-        return "".join(
-            f'<{tag} class="{"n" if at in numbers else "k"}">{key_html(cell)}</{tag}>'
-            for at, cell in enumerate(row)
-        )
+    def cell(content: str, at: int, tag: str) -> str:
+        kind = "k" if at in keys else "n" if at in numbers else "w"
+        said = key_html(content) if kind == "k" else as_html(content)
+        return f'<{tag} class="{kind}">{said}</{tag}>'
 
-    top = f"<tr>{cells(head, 'th')}</tr>" if head else ""
-    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
+    def line(row: Sequence[str], tag: str) -> str:
+        return f"<tr>{''.join(cell(content, at, tag) for at, content in enumerate(row))}</tr>"
+
+    top = line(head, "th") if head else ""
+    body = "".join(line(row, "td") for row in rows)
     return f'<div class="scroll"><table>{top}{body}</table></div>'

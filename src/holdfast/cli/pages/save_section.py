@@ -41,7 +41,7 @@ def save_section(record: TransferRecord) -> str:
             ]
         ),
         timeline(record, slow),
-        table(_HEAD, rows, numbers=(1, 2, 3, 4, 6)),
+        table(_HEAD, rows, keys=(), numbers=(1, 2, 3, 4, 6)),
     )
 
 

@@ -15,6 +15,7 @@ __all__ = ["rank_legend", "shard_map"]
 
 _MOST_LAYOUTS = 24
 _MOST_BOXES = 128  # of one drawing
+_MOST_EDGES = 20  # more would hide what they divide
 _HEIGHT = 84.0
 
 
@@ -84,7 +85,7 @@ def _figure(layout: _Layout, alike: Sequence[TensorEntry], colours: RankColours)
     ranks = len({chunk.rank for chunk in layout.chunks} - {None})
     who = counted(len(layout.chunks), "chunk") + (f" by {counted(ranks, 'rank')}" if ranks else "")
     name = _common_name([tensor.key for tensor in alike])
-    caption = element("b", key_html(name)) + "".join(
+    caption = element("b", key_html(name), title=name) + "".join(
         element("span", as_html(fact), class_="dim") for fact in (what, who)
     )
     return element("figure", element("figcaption", caption) + _sheet(layout, colours))
@@ -109,13 +110,13 @@ def _sheet(layout: _Layout, colours: RankColours) -> str:
     # More could not be told apart: neighbours become one.
     step = -(-len(chunks) // _MOST_BOXES)
     groups = [chunks[at : at + step] for at in range(0, len(chunks), step or 1)]
-    shapes = [_box(group, layout.shape, colours) for group in groups]
+    kind = "chunk" if len(groups) <= _MOST_EDGES else "thin"
+    shapes = [_box(group, layout.shape, f"{kind} {colours.of(group[0].rank)}") for group in groups]
     return drawing("".join(shapes), _HEIGHT, label="chunks of the tensor by rank")
 
 
-def _box(group: Sequence[_Chunk], shape: Ints, colours: RankColours) -> str:
-    """A chunk, or the box around a few neighbours, in the colour of the first."""
-    first = group[0]
+def _box(group: Sequence[_Chunk], shape: Ints, kind: str) -> str:
+    """A chunk, or the box around a few neighbours."""
     offsets = tuple(min(of_one) for of_one in zip(*(chunk.offsets for chunk in group), strict=True))
     ends = tuple(
         max(of_one)
@@ -130,7 +131,7 @@ def _box(group: Sequence[_Chunk], shape: Ints, colours: RankColours) -> str:
         down[0] * _HEIGHT,
         across[1],
         down[1] * _HEIGHT,
-        kind=f"chunk {colours.of(first.rank)}",
+        kind=kind,
         hint=_hint(group, offsets, ends),
     )
 

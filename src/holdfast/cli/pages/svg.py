@@ -20,7 +20,7 @@ def element(name: str, content: str = "", /, **attributes: object) -> str:
         attributes: Its attributes. ``class_`` is ``class``, and ``_`` in a name is ``-``. None is left out.
     """
     said = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
+        f' {key.rstrip("_").replace("_", "-")}="{as_html(str(value))}"'
         for key, value in attributes.items()
         if value is not None
     )

@@ -12,7 +12,7 @@ __all__ = ["Straggler", "stragglers", "timeline"]
 
 _ROW = 22.0
 _TOP = 20.0
-_MOST_RANKS = 40
+_MOST_RANKS = 32
 _LABEL = 0.17
 """The share of the width that the names of ranks take."""
 

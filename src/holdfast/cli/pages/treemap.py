@@ -18,7 +18,7 @@ _WIDTH = 1040.0
 _SMALLEST = 1500.0
 """How many square pixels the parts of a module must have on average to be drawn one by one."""
 
-_MOST_PARTS = 100
+_MOST_PARTS = 400
 """How many parts of one module are drawn."""
 
 _HEAD = 17.0
