@@ -11,7 +11,7 @@ import torch.distributed as dist
 from holdfast._io.progress import ProgressTracker
 from holdfast._plan.global_plan import describe
 from holdfast._storage.reading import read_items
-from holdfast._storage.safetensors_reading import read_model_metadata
+from holdfast._storage.safetensors_metadata import read_model_metadata
 from holdfast._storage.store_writer import DEFAULT_BUDGET
 from holdfast.extension import ExtensionRegistry
 from holdfast.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter

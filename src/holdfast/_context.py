@@ -35,6 +35,7 @@ class SaveContext:
         confirm_commit: Called directly before the commit; raises if another rank has given this save up.
         recorder: Measures the save; on the coordinator it knows at the commit what all ranks have done. None
             if nobody measures it, as where torch calls a storage of ours.
+        user_metadata: What the caller wants to keep with the checkpoint, encoded.
     """
 
     rank: int = 0
@@ -44,6 +45,7 @@ class SaveContext:
     progress: ProgressTracker = field(default_factory=ProgressTracker)
     confirm_commit: Callable[[], None] = _nobody_objects
     recorder: TransferRecorder | None = None
+    user_metadata: bytes = b""
 
     def __reduce__(self) -> tuple[type["SaveContext"], tuple[int, int, bool, bool]]:
         return SaveContext, (self.rank, self.world_size, self.is_coordinator, self.use_collectives)

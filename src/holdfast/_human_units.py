@@ -1,6 +1,9 @@
-"""Bytes, rates and seconds as people read them."""
+"""Bytes, rates, seconds and shapes as people read them."""
 
-__all__ = ["rate_text", "seconds_text", "size_text"]
+from collections.abc import Sequence
+from functools import lru_cache
+
+__all__ = ["rate_text", "seconds_text", "shape_text", "size_text"]
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -33,3 +36,9 @@ def seconds_text(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02} h" if hours else f"{minutes}:{rest:02} min"
+
+
+@lru_cache(maxsize=4096)  # models repeat their shapes layer by layer
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape as torch shows it."""
+    return f"[{', '.join(map(str, shape))}]"

@@ -8,7 +8,8 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from holdfast._plan.flatten import flatten, put_at, true_key
+from holdfast._contents.nested_state import put_at, true_key
+from holdfast._plan.flatten import flatten
 from holdfast._tensors.chunks import is_any_tensor, local_chunks, local_parts
 
 PATH_ITEM: TypeAlias = "str | int"

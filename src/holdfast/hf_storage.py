@@ -9,7 +9,7 @@ from holdfast._format.safetensors_index import INDEX, parse_size
 from holdfast._io.page_cache import PageCache
 from holdfast._known_methods import known_to_engine
 from holdfast._storage.safetensors_layout import ExportOptions, Rename
-from holdfast._storage.safetensors_reading import read_model_metadata
+from holdfast._storage.safetensors_metadata import read_model_metadata
 from holdfast._storage.safetensors_writer import SafetensorsWriter
 from holdfast._storage.store_writer import DEFAULT_BUDGET
 from holdfast.errors import UsageError

@@ -1,7 +1,7 @@
 """The records that say what a checkpoint holds, under torch's names and with torch's fields."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -131,9 +131,10 @@ class StorageMeta:
 
 
 class RecordedSave:
-    """What has the record of a save. It is no dataclass, so that ``record`` is no field of Metadata."""
+    """What has the record of a save. It is no dataclass, so that these are no fields of Metadata."""
 
     record: TransferRecord | None = None
+    user_metadata: Mapping[str, Any] | None = None
 
 
 @dataclass
@@ -141,7 +142,8 @@ class Metadata(RecordedSave):
     """Everything that is known of a checkpoint without reading its data.
 
     Besides torch's fields it has the attribute ``record``: what the save did, by phase and rank, or None if
-    that is not known. Of a checkpoint that was read, it is what was known directly before the commit.
+    that is not known. Of a checkpoint that was read, it is what was known directly before the commit. And the
+    attribute ``user_metadata``: what the caller of the save wanted to keep with the checkpoint.
 
     Attributes:
         state_dict_metadata: What each flat key holds.

@@ -11,7 +11,7 @@ from torch.futures import Future
 from holdfast._io import pool
 from holdfast._io.progress import ProgressTracker
 from holdfast._storage.quantized_reading import QuantizedTensor, find_scales, show_numbers
-from holdfast._storage.safetensors_reading import read_model_metadata
+from holdfast._storage.safetensors_metadata import read_model_metadata
 from holdfast._torch_compat import our_load_planner, to_ours
 from holdfast.errors import UsageError
 from holdfast.hf_storage import HuggingFaceStorageReader

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
@@ -22,6 +22,7 @@ from holdfast._engine.adapt import adapt_save_planner, adapt_writer, stages_itse
 from holdfast._engine.save import run_save
 from holdfast._engine.stateful_objects import open_states
 from holdfast._engine.tensor_subclasses import open_subclasses
+from holdfast._format.manifest import encode_user_metadata
 from holdfast._io.page_cache import PageCache
 from holdfast._io.progress import Progress
 from holdfast._ranks.group_exchange import DEFAULT_PEER_TIMEOUT, open_exchange
@@ -65,6 +66,7 @@ def save(
     check_replicas: bool | Literal["full", "raise"] | None = None,
     peer_timeout: float = DEFAULT_PEER_TIMEOUT,
     progress: ProgressOption = None,
+    user_metadata: Mapping[str, Any] | None = None,
 ) -> Metadata:
     """Save a state: on every rank of the group, each its own part.
 
@@ -102,6 +104,8 @@ def save(
         progress: True shows how far rank 0 is: as a bar in a terminal, as log lines elsewhere. A function is
             called with a :class:`Progress` every few MiB that this rank has written, one call at a time, from
             the threads that write. An exception from it stops the save and is raised.
+        user_metadata: A small dict of plain values to keep in the metadata of the checkpoint, committed with
+            it: ``holdfast.FileSystemReader(place).read_metadata().user_metadata``. That of rank 0 counts.
 
     Returns:
         The metadata of the checkpoint. Its ``record`` says what the save did, by phase and rank.
@@ -115,6 +119,7 @@ def save(
         >>> holdfast.save({"model": model, "optimizer": optimizer}, checkpoint_id="checkpoints/100")
     """
     place, _ = exclusive_keys(checkpoint_id, storage_writer, planner)
+    kept = encode_user_metadata(user_metadata)
     recorder = TransferRecorder("save", place)
     recorder.clock.begin_wait()
     with open_exchange(
@@ -138,6 +143,7 @@ def save(
                 use_collectives=use_collectives,
                 progress=tracker,
                 recorder=recorder,
+                user_metadata=kept,
             )
     metadata.record = recorder.record()
     publish(metadata.record)
@@ -214,6 +220,7 @@ def async_save(
     check_replicas: bool | Literal["full", "raise"] | None = None,
     when_busy: WhenBusy = "wait",
     peer_timeout: float = DEFAULT_PEER_TIMEOUT,
+    user_metadata: Mapping[str, Any] | None = None,
 ) -> SaveFuture | AsyncSaveResponse:
     """Copy a state, and save the copy in the background: on every rank of the group, each its own part.
 
@@ -244,6 +251,7 @@ def async_save(
         when_busy: What to do while an earlier save that shares something with this one is not done, on any
             rank: ``"wait"`` for it, ``"skip"`` this one, or ``"raise"``.
         peer_timeout: After how many seconds without a sign of life a rank is taken for dead.
+        user_metadata: As for :func:`save`.
 
     Returns:
         A future of the metadata, or with an asynchronous stager two futures. See :class:`SaveFuture` for
@@ -265,6 +273,7 @@ def async_save(
     in_process = AsyncCheckpointerType(async_checkpointer_type) is AsyncCheckpointerType.PROCESS
     stager = _chosen_stager(async_stager, storage_writer)
     place, keys = exclusive_keys(checkpoint_id, storage_writer, planner)
+    kept = encode_user_metadata(user_metadata)
     recorder = TransferRecorder("save", place, "process" if in_process else "thread")
     recorder.clock.begin_wait()
 
@@ -301,7 +310,11 @@ def async_save(
         until_handed_over.callback(copy.release)
         future = SaveFuture(running, waited=waited)
         source = CopySource(copy, writer, future.staged, running, in_process)
-        begin_save(source, future, running, exchange, planner_port, recorder, use_collectives=use_collectives)
+        begin_save(
+            *(source, future, running, exchange, planner_port, recorder),
+            use_collectives=use_collectives,
+            user_metadata=kept,
+        )
         until_handed_over.pop_all()
     return _handed_over(future, copy, stager)
 

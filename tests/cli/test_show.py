@@ -20,7 +20,7 @@ PATH
   saved as    PATH
   save id     ID
   world size  1
-  format      holdfast 1.2, a CRC-32 for every 1.0 MiB
+  format      holdfast 1.3, a CRC-32 for every 1.0 MiB
   torch       can read it, from version 2.6 on
   transforms  none
   objects     1 object, 316 B

@@ -6,6 +6,7 @@ import sys
 import pytest
 from tests.support.torch_pickles import write_torch_metadata
 
+from holdfast._contents.inventory import Inventory, ObjectEntry, TensorEntry, read_inventory
 from holdfast._format import metadata_file
 from holdfast._format.description import column
 from holdfast._format.item_table import StorageInfo
@@ -13,7 +14,6 @@ from holdfast._format.manifest import Manifest, encode
 from holdfast._format.metadata_file import MARK
 from holdfast._format.torch_pickle_records import TorchProperties, TorchTensor
 from holdfast._format.typed_key import TypedKey
-from holdfast.cli.inventory import Inventory, ObjectEntry, TensorEntry, read_inventory
 from holdfast.errors import MetadataFormatError
 
 CRCS = b"\1\0\0\0\2\0\0\0"
@@ -113,7 +113,7 @@ def test_entries_stand_in_the_order_of_the_checkpoint(data: bytes) -> None:
 
 def test_what_only_holdfast_records() -> None:
     found = read_inventory(ours(), path="p")
-    assert (found.source, found.format, found.software) == ("holdfast", "holdfast 1.2", "a test")
+    assert (found.source, found.format, found.software) == ("holdfast", "holdfast 1.3", "a test")
     assert (found.created_ns, found.world_size, found.block_size) == (5, 2, 16)
     first, second = found.tensors[0].chunks
     assert first.item is not None
@@ -182,5 +182,5 @@ def test_a_newer_format_says_what_was_expected() -> None:
 
 
 def test_it_imports_neither_torch_nor_numpy() -> None:
-    code = "import sys, holdfast.cli.inventory; sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
+    code = "import sys, holdfast._contents.inventory; sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

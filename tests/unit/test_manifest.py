@@ -121,7 +121,7 @@ def test_each_item_may_belong_to_an_earlier_save(manifest: Manifest) -> None:
 
 def test_items_of_the_save_itself_take_no_column(manifest: Manifest) -> None:
     assert (manifest.saves, manifest.item_saves) == ([None], b"")
-    assert manifest.version == (1, 2)
+    assert manifest.version == (1, 3)
     assert manifest.checksum_algorithm == "crc32"
 
 

@@ -46,6 +46,7 @@ class SaveThread:
         use_collectives: As for ``save``.
         release: Called in the thread when the staged state is not needed any more.
         recorder: Measures the save.
+        user_metadata: What the caller wants to keep with the checkpoint, encoded.
     """
 
     running: RunningSave
@@ -56,6 +57,7 @@ class SaveThread:
     use_collectives: bool
     release: Callable[[], None]
     recorder: TransferRecorder
+    user_metadata: bytes = b""
 
     def start(self) -> None:
         """Start the thread. Raises RuntimeError if the system has none to give; then nothing has begun."""
@@ -94,6 +96,7 @@ class SaveThread:
                 progress=self.running.tracker,
                 cancellation=self.running,
                 recorder=self.recorder,
+                user_metadata=self.user_metadata,
             )
         metadata.record = self.future.record = self.recorder.record()
         publish(metadata.record)
@@ -132,6 +135,7 @@ def begin_save(
     recorder: TransferRecorder,
     *,
     use_collectives: bool,
+    user_metadata: bytes = b"",
 ) -> None:
     """Start the thread that saves the copy of a state. The caller does not wait for anything after this."""
     copy = source.copy
@@ -149,6 +153,7 @@ def begin_save(
         use_collectives=use_collectives,
         release=copy.release,
         recorder=recorder,
+        user_metadata=user_metadata,
     ).start()
 
 

@@ -48,6 +48,7 @@ def run_save(
     progress: ProgressTracker | None = None,
     cancellation: SaveCancellation | None = None,
     recorder: TransferRecorder | None = None,
+    user_metadata: bytes = b"",
 ) -> Metadata:
     """Save ``state_dict``; called on every rank of the exchange.
 
@@ -63,6 +64,7 @@ def run_save(
         progress: Told of the bytes that are written; it may raise to stop the save.
         cancellation: Asked before each step whether to go on; by default nobody can cancel.
         recorder: Measures the save, and can tell afterwards what all ranks have done.
+        user_metadata: What the caller wants to keep with the checkpoint, encoded; the coordinator's counts.
 
     Raises:
         CheckpointException: A step failed on some rank; the same on every rank.
@@ -76,6 +78,7 @@ def run_save(
         progress=progress or ProgressTracker(),
         confirm_commit=exchange.confirm,
         recorder=recorder,
+        user_metadata=user_metadata,
     )
     recorder.set_up(exchange.rank, exchange.world_size, context.progress.events)
     timed = TimedExchange(exchange, recorder.clock)

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from holdfast._plan.flatten import containers_of, true_key
+from holdfast._contents.nested_state import true_key
+from holdfast._plan.flatten import containers_of
 from holdfast.metadata import Metadata
 from holdfast.per_rank import PerRank, rank_key
 

@@ -5,7 +5,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import add, gt, mul, ne
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +20,16 @@ from holdfast._format.description import (
 )
 from holdfast._format.item_table import COLUMNS, Column, StorageInfo
 from holdfast._format.stored_record import StoredRecord
-from holdfast.errors import MetadataFormatError
+from holdfast.errors import MetadataFormatError, UsageError
 
 FORMAT_MAJOR = 1
 """Raised when an older reader would misread; a reader refuses a newer one."""
-FORMAT_MINOR = 2
+FORMAT_MINOR = 3
 """Raised when something is added that an older reader may ignore."""
 CHECKSUM_ALGORITHM = "crc32"
 """How blocks and containers are checked: the CRC-32 of zlib and zip."""
+MOST_USER_BYTES = 1 << 20
+"""How much the caller of a save may keep in the manifest: every load reads it."""
 
 _ITEMSIZE = {"q": 8, "I": 4}
 _BY_NAME = {declared.name: declared for declared in COLUMNS.values()}
@@ -77,6 +79,7 @@ class Manifest(_ItemColumns, kw_only=True):
     containers: list[Any]
     planner_pickle: bytes | None = None
     record: StoredRecord | None = None
+    user_metadata: bytes = b""
 
     def item_column(self, name: str) -> "memoryview[int]":
         """A column of the item table by its name there, as integers."""
@@ -200,9 +203,57 @@ def file_names_in(data: bytes | memoryview, *, path: str) -> list[str]:
     return _check_version(data, path).file_names
 
 
+def encode_user_metadata(values: Mapping[str, Any] | None) -> bytes:
+    """What the caller of a save wants to keep with the checkpoint, as the manifest has it.
+
+    Raises:
+        UsageError: It is not a dict of plain values, or is too large.
+    """
+    if not values:
+        return b""
+    try:
+        data = msgspec.msgpack.encode(dict(values))
+        msgspec.msgpack.decode(data, type=dict[str, Any])
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise UsageError(
+            f"user_metadata must be a dict of names with plain values (numbers, strings, bytes, lists, dicts): "
+            f"{error}"
+        ) from error
+    if len(data) > MOST_USER_BYTES:
+        raise UsageError(
+            f"user_metadata has {len(data)} bytes, and at most {MOST_USER_BYTES} are kept in the metadata of a "
+            "checkpoint. Put large values into the state.",
+            expected=MOST_USER_BYTES,
+            found=len(data),
+        )
+    return data
+
+
+def decode_user_metadata(data: bytes, *, path: str) -> dict[str, Any]:
+    """What ``encode_user_metadata`` was given.
+
+    Raises:
+        MetadataFormatError: It is damaged.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=dict[str, Any]) if data else {}
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _damaged(path, f"its user metadata is not readable: {error}") from error
+
+
+def user_metadata_in(data: bytes | memoryview, *, path: str) -> dict[str, Any]:
+    """What the caller of the save has kept in a manifest, without a look at anything else in it.
+
+    Raises:
+        MetadataFormatError: It is damaged, or of a newer major version.
+    """
+    return decode_user_metadata(_check_version(data, path).user_metadata, path=path)
+
+
 class _Head(msgspec.Struct):
     version: tuple[int, int]
     file_names: list[str] = msgspec.field(default_factory=list)
+    user_metadata: bytes = b""
 
 
 def _check_version(data: bytes | memoryview, path: str) -> _Head:

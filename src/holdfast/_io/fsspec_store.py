@@ -24,7 +24,7 @@ from holdfast._io.fsspec_files import (
 )
 from holdfast._io.local import LocalStore
 from holdfast._io.page_cache import PageCache
-from holdfast._io.store import ByteStore, check_name, existing_file
+from holdfast._io.store import Below, ByteStore, FileFacts, check_name, existing_file
 from holdfast._io.stream_store import StreamStore
 from holdfast._io.streams import byte_view
 from holdfast.errors import CheckpointNotFoundError, StorageError, UnsafeMetadataError, UsageError
@@ -150,6 +150,33 @@ class FsspecStore(StreamStore):
         checkpoints = {name: time for name, time in times.items() if time is not None}
         newest_first = sorted(checkpoints, key=checkpoints.__getitem__, reverse=True)
         return newest_first, [name for name in times if name not in checkpoints]
+
+    def below(self, name: str | None = None) -> Below:
+        """The files and folders of this folder; see FileSource. Asks each folder for its file."""
+        entries = self._entries()
+        files = {found for found, entry in entries.items() if entry["type"] == "file"}
+        folders = [found for found, entry in entries.items() if entry["type"] == "directory"]
+        jobs = [partial(self._facts, folder, name) for folder in folders]
+        facts = pool.run(jobs, threads=self.traits.requests_in_flight)
+        return Below(files, dict(zip(folders, facts, strict=True)))
+
+    def _facts(self, folder: str, name: str | None) -> FileFacts | None:
+        path = self._files.concat_path(self._path(folder), name) if name else None
+        found = self._files.look(path) if path else None
+        if path is None or found is None or found["type"] != "file":
+            return None
+        modified_ns = None
+        with contextlib.suppress(FileNotFoundError, NotImplementedError):
+            modified_ns = int(self._files.fs.modified(path).timestamp() * 1e9)
+        return FileFacts(found["size"] or 0, modified_ns, "-".join(map(str, _version(found))))
+
+    def remove_if_empty(self) -> None:
+        """Remove the folder if nothing is in it; see ByteStore."""
+        with contextlib.suppress(
+            Exception
+        ):  # a stranger's file system may raise anything, or know no folders
+            if not self._entries():
+                self._files.fs.rmdir(self._folder)
 
     def exists(self, name: str) -> bool:
         """Whether there is a file of that name."""

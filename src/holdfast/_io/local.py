@@ -21,9 +21,11 @@ from holdfast._io.local_writer import LocalWriter
 from holdfast._io.page_cache import PageCache, check_page_cache, room
 from holdfast._io.process_identity import this_process
 from holdfast._io.store import (
+    Below,
     ByteStore,
     CacheRoom,
     Claim,
+    FileFacts,
     StoreTraits,
     check_name,
     existing_file,
@@ -221,6 +223,22 @@ class LocalStore(ByteStore):
                     times[folder.name] = newest
         return sorted(times, key=times.__getitem__, reverse=True), sorted(others)
 
+    def below(self, name: str | None = None) -> Below:
+        """The files and folders of this folder; see FileSource. Links to folders count as folders."""
+        files, folders = set[str](), dict[str, FileFacts | None]()
+        try:
+            with os.scandir(self._folder) as entries:
+                for entry in entries:
+                    if entry.is_dir():
+                        folders[entry.name] = None if name is None else _facts(f"{entry.path}/{name}")
+                    elif entry.is_file(follow_symlinks=False):
+                        files.add(entry.name)
+        except FileNotFoundError:
+            pass
+        except NotADirectoryError as error:
+            raise _not_a_folder(self._folder) from error
+        return Below(files, folders)
+
     def modified_ns(self, name: str) -> int | None:
         """When a file was last written or touched, by the clock of the file system."""
         return _modified_ns(self._path(check_name(name)))
@@ -263,6 +281,11 @@ class LocalStore(ByteStore):
         for failure in filter(None, failures):
             raise failure
 
+    def remove_if_empty(self) -> None:
+        """Remove the folder if nothing is in it; see ByteStore."""
+        with suppress(OSError):
+            os.rmdir(self._folder)
+
     def sync(self) -> None:
         """Make the names of finished files durable."""
         with naming(self._folder), _open_folder(self._folder) as folder:
@@ -270,6 +293,16 @@ class LocalStore(ByteStore):
 
     def _path(self, name: str) -> str:
         return os.path.join(self._folder, name)
+
+
+def _facts(path: str) -> FileFacts | None:
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return None  # there is none, or nobody may look
+    if not stat.S_ISREG(found.st_mode):
+        return None
+    return FileFacts(found.st_size, found.st_mtime_ns, f"{found.st_mtime_ns:x}-{found.st_size:x}")
 
 
 def _modified_ns(path: str) -> int | None:

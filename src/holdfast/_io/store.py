@@ -107,6 +107,32 @@ class CacheRoom(NamedTuple):
     nbytes: int
 
 
+class FileFacts(NamedTuple):
+    """What a listing tells of a file.
+
+    Attributes:
+        nbytes: Its size.
+        modified_ns: When it got its present content, by the store's own clock; None if that is not told.
+        version: A text that is another one after the file was replaced, as far as the store can tell.
+    """
+
+    nbytes: int
+    modified_ns: int | None
+    version: str
+
+
+class Below(NamedTuple):
+    """What is directly below a place.
+
+    Attributes:
+        files: The names of its files.
+        folders: The names of its folders, each with the facts of one file in it; None if it has no such file.
+    """
+
+    files: set[str]
+    folders: dict[str, FileFacts | None]
+
+
 class Claim:
     """A place that is one save's alone, if its store can keep others out; this one keeps nobody out."""
 
@@ -147,6 +173,17 @@ class FileSource(ABC):
         number of folders. One that knows of no folders, as this one, returns none.
         """
         return (), ()
+
+    def below(self, name: str | None = None) -> Below:  # noqa: ARG002 - for stores that know of folders
+        """The files and folders directly below this place, by as few requests as the store needs.
+
+        Args:
+            name: The file whose facts are wanted of every folder. None: the names of folders are enough.
+
+        Raises:
+            UsageError: The store knows of no folders, as this one.
+        """
+        raise UsageError(f"{self.url}: folders cannot be listed on this kind of storage", path=self.url)
 
     @abstractmethod
     def exists(self, name: str) -> bool:
@@ -299,6 +336,9 @@ class ByteStore(FileSource):
     @abstractmethod
     def delete(self, names: Iterable[str]) -> None:
         """Remove files; a missing one is fine. All are tried before the first failure is raised."""
+
+    def remove_if_empty(self) -> None:
+        """Remove the place itself if nothing is in it. Anything else that is in the way is ignored."""
 
     def abort_unfinished(self, is_dead: Callable[[str], bool]) -> None:
         """Give up files that other processes have begun, did not finish, and never will.

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 
+from holdfast._contents.object_bytes import is_raw
 from holdfast._objects.allowed import StandIn, find_allowed
 from holdfast._objects.allowed_numpy import (
     ArrayName,
@@ -35,9 +36,6 @@ from holdfast.errors import IntegrityError, UnsafeMetadataError
 
 _Globals: TypeAlias = Sequence[Callable[..., Any] | type]
 
-# How a pickle of nothing but bytes begins; their length follows.
-_BYTES, _BYTEARRAY = b"\x80\x04\x8e", b"\x80\x05\x96"
-
 
 def decode_object(
     key: str,
@@ -58,13 +56,12 @@ def decode_object(
         UnsafeMetadataError: The value needs something that is not allowed; nothing of it was run.
         IntegrityError: The bytes are not a stored object.
     """
-    with _explaining(key):
+    with explaining(key):
         if allow_pickle:
             return torch.load(stream, weights_only=False)
         if isinstance(stream, LoadedObject):
             # Bytes that we stored are the payload itself; anything else in our containers is a pickle.
-            size = len(stream.payload).to_bytes(8, "little")
-            if stream.head.endswith((_BYTES + size, _BYTEARRAY + size)):
+            if is_raw(stream.head, stream.payload):
                 return stream.payload
             pickled: bytes | None = bytes(stream.payload)
         else:
@@ -77,18 +74,13 @@ def decode_object(
             return _load_by_torch(stream, safe_globals)
 
 
-def is_bytearray(head: bytes) -> bool:
-    """Whether a container of ours, which begins like this, has the content of a bytearray in it."""
-    return head[-11:-8] == _BYTEARRAY
-
-
 def _unpickle(pickled: bytes, safe_globals: _Globals, storages: Callable[[str], bytearray]) -> Any:
     if not _may_take_memory(pickled):
         try:
             return _FastUnpickler(pickled, safe_globals).load()
         except _NeedsCareError:
             pass
-    return _CarefulUnpickler(pickled, safe_globals, storages).load()
+    return CarefulUnpickler(pickled, safe_globals, storages).load()
 
 
 def _may_take_memory(pickled: bytes) -> bool:
@@ -103,7 +95,7 @@ _LONG_PUT = re.compile(rb"r(?=(.{4}))", re.DOTALL)
 
 
 @contextlib.contextmanager
-def _explaining(key: str) -> Iterator[None]:
+def explaining(key: str) -> Iterator[None]:
     """Say which object it was, whatever goes wrong."""
     try:
         yield
@@ -202,7 +194,7 @@ def _can_be_changed(found: Any) -> bool:
     return isinstance(found, type) and found.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) == _HEAP_TYPE
 
 
-class _CarefulUnpickler(_Rules, pickle._Unpickler):  # noqa: SLF001 - the Python one can be looked into
+class CarefulUnpickler(_Rules, pickle._Unpickler):  # noqa: SLF001 - the Python one can be looked into
     """Also gives out Python's classes, numpy's arrays and tensors: it checks every state that a pickle sets.
 
     Args:
@@ -257,7 +249,7 @@ class _CarefulUnpickler(_Rules, pickle._Unpickler):  # noqa: SLF001 - the Python
         return self._named[-1]
 
 
-class _RehearsingUnpickler(_CarefulUnpickler):
+class _RehearsingUnpickler(CarefulUnpickler):
     """Does everything but read the storages: they stay zeros, which take no memory until they are touched."""
 
     def __init__(self, pickled: bytes) -> None:

@@ -4,7 +4,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast._plan.flatten import Path, container_kinds, containers_of
+from holdfast._contents.nested_state import Path
+from holdfast._plan.flatten import container_kinds, containers_of
 from holdfast._plan.metadata_entries import directory_of
 from holdfast.metadata import Metadata
 

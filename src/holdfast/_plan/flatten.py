@@ -8,15 +8,13 @@ both (:class:`TypedKey`), and a :class:`Structure` also remembers the containers
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
+from holdfast._contents.nested_state import Container, Path, build_nested, true_key
 from holdfast._format.typed_key import TypedKey
 from holdfast._plan.interning import pack, unpack
 from holdfast._tensors.tensor_parts import TensorParts, why_other
 from holdfast.errors import PlanError, UsageError
-
-Path: TypeAlias = "tuple[str | int, ...]"
-"""How to reach a leaf: strings are keys of dicts, ints are positions in lists."""
 
 Slot: TypeAlias = "tuple[Any, Any]"
 """A container and the key in it that a leaf stands under."""
@@ -27,20 +25,6 @@ PLAIN_VALUES = frozenset(
 )
 """Classes of values that are leaves, whatever is in them. Asking them whether they are takes microseconds
 each, and a list may have millions of them."""
-
-
-class Container(NamedTuple):
-    """A container that its leaves do not tell.
-
-    Attributes:
-        kind: ``dict``, ``OrderedDict`` or ``list``.
-        position: How many leaves of the whole state come before it, so that an empty one finds its place.
-        tensor: If it holds the parts of a tensor, what else is known of that tensor; see ``TensorParts``.
-    """
-
-    kind: str
-    position: int
-    tensor: dict[str, Any] | None = None
 
 
 class Structure(dict[str, Path]):
@@ -279,51 +263,10 @@ def _show(path: Path) -> str:
     return "".join(f"[{true_key(step)!r}]" for step in path)
 
 
-def true_key(step: str | int) -> Any:
-    """The key of the dict, or the position in the list, that a step of a path stands for."""
-    return step.value if isinstance(step, TypedKey) else step
-
-
 def unflatten(
     leaves: Mapping[str, Any],
     paths: Mapping[str, Path],
     containers: Mapping[Path, Container] | None = None,
 ) -> dict[Any, Any]:
-    """Build a nested state from leaves; a key without a path stays as it is.
-
-    Positions of a list that no leaf fills hold None.
-    """
-    known = {} if containers is None else dict(containers)
-    root: Any = OrderedDict() if () in known and known[()].kind == "OrderedDict" else {}
-    made: dict[Path, Any] = {(): root}
-
-    def container(path: Path, next_step: str | int | None) -> Any:
-        if path in made:
-            return made[path]
-        told = known[path].kind if path in known else None
-        kind = told or ("list" if isinstance(next_step, int) else "dict")
-        value: Any = [] if kind == "list" else OrderedDict() if kind == "OrderedDict" else {}
-        if path in known and (about := known[path].tensor) is not None:
-            value = TensorParts(about=about)
-        made[path] = value
-        put_at(container(path[:-1], path[-1]), path[-1], value)
-        return value
-
-    waiting = sorted(known.items(), key=lambda entry: entry[1].position, reverse=True)
-    order = {key: number for number, key in enumerate(paths)}
-    for key, value in leaves.items():
-        while waiting and waiting[-1][1].position <= order.get(key, 0):
-            container(waiting.pop()[0], None)
-        path = paths.get(key, (key,))
-        put_at(container(path[:-1], path[-1]), path[-1], value)
-    for path, _ in reversed(waiting):
-        container(path, None)
-    return root  # type: ignore[no-any-return]
-
-
-def put_at(container: Any, step: str | int, value: Any) -> None:
-    """Put a value where a step of a path leads; a list grows to the position, with None in between."""
-    key = true_key(step)
-    if isinstance(container, list):
-        container.extend([None] * (key + 1 - len(container)))
-    container[key] = value
+    """Build a nested state from leaves, as ``build_nested`` does, with parts of tensors as TensorParts."""
+    return build_nested(leaves, paths, containers, hold_parts=lambda about: TensorParts(about=about))

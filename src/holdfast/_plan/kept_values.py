@@ -5,7 +5,8 @@ from collections.abc import Collection, Mapping
 from itertools import islice
 from typing import Any
 
-from holdfast._plan.flatten import Container, Path, Structure, container_kinds, containers_of
+from holdfast._contents.nested_state import Container, Path
+from holdfast._plan.flatten import Structure, container_kinds, containers_of
 from holdfast._tensors.chunks import is_tensor
 from holdfast._tensors.tensor_fingerprint import SMALL
 from holdfast.errors import UsageError

@@ -6,7 +6,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from holdfast._plan.flatten import containers_of, true_key
+from holdfast._contents.nested_state import true_key
+from holdfast._plan.flatten import containers_of
 from holdfast.errors import InvalidPlanError
 from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan, SavePlanner

@@ -5,8 +5,9 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor, Replicate
 
+from holdfast._contents.nested_state import Path
 from holdfast._objects.object_fingerprint import fingerprint
-from holdfast._plan.flatten import Path, container_kinds
+from holdfast._plan.flatten import container_kinds
 from holdfast._tensors.checkpointable import describes_itself
 from holdfast._tensors.chunks import is_sharded, is_tensor
 from holdfast._tensors.dtensors import held_pieces, memory_of_piece

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from holdfast._plan.flatten import Container, Path, containers_of, unflatten
+from holdfast._contents.nested_state import Container, Path
+from holdfast._plan.flatten import containers_of, unflatten
 from holdfast._plan.metadata_entries import entries_apart
 from holdfast.metadata import Metadata
 

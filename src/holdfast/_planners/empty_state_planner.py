@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
+from holdfast._contents.nested_state import Container, Path
 from holdfast._format.item_table import StorageInfo
-from holdfast._plan.flatten import Container, Path, containers_of, unflatten
+from holdfast._plan.flatten import containers_of, unflatten
 from holdfast._planners.load_planner import DefaultLoadPlanner
 from holdfast._torch_compat import to_ours
 from holdfast.errors import MetadataFormatError, MissingKeyError, UsageError

@@ -1,21 +1,15 @@
-"""Owns the reading of one stored item: its bytes, checked as they are read."""
+"""Owns what the jobs of one load share, and what they know of a stored chunk."""
 
-import contextlib
-import ctypes
-import io
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from holdfast._format.description import ints
+from holdfast._contents.item_bytes import ItemBytes
 from holdfast._format.item_table import StorageInfo
-from holdfast._io.blocks import crc32
 from holdfast._io.pool import Budget, Cancellation
 from holdfast._storage.destinations import PlannerCalls
 from holdfast._storage.open_files import SharedFile
-from holdfast.errors import CheckpointError, ChecksumError, IntegrityError
 from holdfast.extension import ExtensionRegistry
 
 
@@ -51,119 +45,8 @@ class Chunk(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-class ItemReader(NamedTuple):
-    """Reads one item of a file."""
+@dataclass(frozen=True)
+class ItemReader(ItemBytes[ReadContext]):
+    """Reads one item of a file for a load."""
 
-    context: ReadContext
     file: SharedFile
-    info: StorageInfo
-
-    @property
-    def is_verified(self) -> bool:
-        """Whether what is read is compared with checksums."""
-        return self.context.verify and self.info.is_checked
-
-    def read(self, start: int, view: memoryview) -> None:
-        """Fill ``view`` with the payload's bytes from ``start`` on, and check them if that can be done."""
-        info = self.info
-        payload_offset = info.offset + info.payload_offset
-        if not self.is_verified:
-            self.file.read_into(payload_offset + start, view)
-            return
-        self.file.read_blocks_into(
-            view,
-            payload_offset=payload_offset,
-            payload_nbytes=info.payload_nbytes,
-            crcs=ints(info.checksums, "I"),
-            block_size=info.block_size,
-            start=start,
-        )
-
-    def read_at(self, offset: int, nbytes: int) -> bytes:
-        """Bytes of the item, container included, unchecked; fewer than asked for at its end."""
-        data = bytearray(max(0, min(nbytes, self.info.length - offset)))
-        self.file.read_into(self.info.offset + offset, memoryview(data))
-        return bytes(data)
-
-    def read_payload(self) -> bytes:
-        """The whole payload, checked."""
-        return _filled(self.info.payload_nbytes, lambda view: self.read(0, view))
-
-    def read_unchecked(self) -> bytes:
-        """The whole item, container included."""
-        return _filled(self.info.length, lambda view: self.file.read_into(self.info.offset, view))
-
-    def read_wrap(self) -> tuple[bytes, bytes]:
-        """What stands before and after the payload, checked."""
-        before, after = self.info.payload_offset, self.info.payload_offset + self.info.payload_nbytes
-        head, tail = self.read_at(0, before), self.read_at(after, self.info.length - after)
-        if self.context.verify and crc32(tail, crc32(head)) != self.info.wrap_checksum:
-            raise self.damaged("has another container than the one that was written", ChecksumError)
-        return head, tail
-
-    def damaged(self, what: str, kind: type[IntegrityError] = IntegrityError, **facts: Any) -> IntegrityError:
-        """An error that says what is wrong with the item, and where the item is."""
-        path = self.file.path
-        return kind(f"{path}: the item at {self.info.offset} {what}", path=path, **facts)
-
-    def stream(self) -> io.BufferedReader:
-        """The payload from front to back."""
-        return io.BufferedReader(_Stream(self), self.info.block_size)
-
-
-class _Stream(io.RawIOBase):
-    def __init__(self, reader: ItemReader) -> None:
-        super().__init__()
-        self.reader = reader
-        self.name = reader.file.path  # for the errors of transforms
-        self.at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any, /) -> int:
-        self.reader.context.cancellation.check()
-        left = self.reader.info.length - self.at
-        # A block that is read in two portions is read twice to be checked: never more than one at once.
-        view = memoryview(buffer).cast("B")[: min(left, self.reader.info.block_size)]
-        if view:
-            self.reader.read(self.at, view)
-            self.at += len(view)
-        return len(view)
-
-
-@contextlib.contextmanager
-def naming(key: str) -> Iterator[None]:
-    """Put the key into an error that knows only the file."""
-    try:
-        yield
-    except CheckpointError as error:
-        if error.key is not None:
-            raise
-        raise type(error)(
-            f"{key}: {error}", key=key, path=error.path, expected=error.expected, found=error.found
-        ) from error
-
-
-_COPIED = 64 * 1024
-_new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
-    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
-)
-_address_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(("PyBytes_AsString", ctypes.pythonapi))
-
-
-def _filled(nbytes: int, fill: Callable[[memoryview], None]) -> bytes:
-    """A ``bytes`` object with the content that ``fill`` writes; memory for it is taken once, if it is large.
-
-    A new one may be filled by its owner, as Python's C interface has it. Views of a BytesIO would do without
-    that, but one that an exception keeps alive makes Python 3.12.1 crash.
-    """
-    if nbytes < _COPIED:
-        content = bytearray(nbytes)
-        fill(memoryview(content))
-        return bytes(content)
-    made: bytes = _new_bytes(None, nbytes)
-    memory = (ctypes.c_ubyte * nbytes).from_address(_address_of(made))
-    memory.owner = made  # type: ignore[attr-defined]
-    fill(memoryview(memory).cast("B"))
-    return made

@@ -3,13 +3,14 @@
 import pickle
 from typing import Any
 
+from holdfast._contents.nested_state import Container
 from holdfast._format import metadata_file
-from holdfast._format.manifest import Manifest, decode
+from holdfast._format.manifest import Manifest, decode, decode_user_metadata
 from holdfast._format.paths import decode_containers, decode_paths
 from holdfast._format.stored_record import open_record
 from holdfast._format.torch_manifest import manifest_of_torch
 from holdfast._format.torch_pickle import read_plain_pickle, read_torch_metadata
-from holdfast._plan.flatten import Container, Structure
+from holdfast._plan.flatten import Structure
 from holdfast._plan.metadata_entries import MetadataEntries
 from holdfast._storage.item_places import ItemPlaces, StorageData
 from holdfast._storage.metadata_writing import VERSION
@@ -37,6 +38,8 @@ def load_metadata(data: bytes | bytearray, *, path: str, allow_pickle: bool = Fa
     metadata = Metadata(entries, planner_data, places, meta, version)
     if manifest.record is not None:
         metadata.record = open_record(manifest.record, manifest.checkpoint_id or "")
+    if manifest.user_metadata:
+        metadata.user_metadata = decode_user_metadata(manifest.user_metadata, path=path)
     return metadata
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from holdfast._contents.nested_state import Container, Path
 from holdfast._format import metadata_file
 from holdfast._format.description import Description, Directory
 from holdfast._format.item_table import COLUMNS
@@ -15,7 +16,7 @@ from holdfast._format.paths import encode_containers, encode_paths
 from holdfast._format.stored_record import store_record
 from holdfast._format.torch_pickle_writer import write_torch_metadata
 from holdfast._io.blocks import BLOCK_SIZE
-from holdfast._plan.flatten import Container, Path, containers_of
+from holdfast._plan.flatten import containers_of
 from holdfast._plan.metadata_entries import boxes_column, column_of, description_of, directory_of
 from holdfast._storage.results import ResultColumns
 from holdfast._transfer_record import TransferRecord
@@ -38,10 +39,11 @@ def make_manifest(
     *,
     world_size: int,
     record: TransferRecord | None = None,
+    user_metadata: bytes = b"",
 ) -> Manifest:
     """The manifest of what the metadata describes and the results have written.
 
-    ``record`` is what the save has done until now.
+    ``record`` is what the save has done until now, ``user_metadata`` what its caller wants to keep with it.
 
     Raises:
         IncompleteWriteError: An item has no result, or two, or one that the metadata does not describe.
@@ -78,6 +80,7 @@ def make_manifest(
         containers=encode_containers(containers),
         planner_pickle=extra,
         record=None if record is None else store_record(record),
+        user_metadata=user_metadata,
         **described,
         **items,
     )

@@ -3,9 +3,10 @@
 import io
 from collections.abc import Callable
 
-from holdfast._objects import LoadedObject, is_bytearray
-from holdfast._storage.item_reader import ItemReader, naming
-from holdfast._storage.transformed import read_transformed
+from holdfast._contents.item_bytes import naming
+from holdfast._contents.object_bytes import read_object
+from holdfast._objects import LoadedObject
+from holdfast._storage.item_reader import ItemReader
 from holdfast.planner import ReadItem
 
 
@@ -24,15 +25,5 @@ def object_job(reader: ItemReader, item: ReadItem) -> Callable[[], None]:
 
 
 def _read(reader: ItemReader) -> io.BytesIO:
-    info = reader.info
-    if info.transform_descriptors:
-        return io.BytesIO(read_transformed(reader))
-    if not info.is_located:
-        return io.BytesIO(reader.read_unchecked())
-    head, tail = reader.read_wrap()
-    if is_bytearray(head):
-        content = bytearray(info.payload_nbytes)
-        reader.read(0, memoryview(content))
-        return LoadedObject(head, content, tail)
-    payload = reader.read_payload()
-    return LoadedObject(head, payload, tail) if head else io.BytesIO(payload)
+    stored = read_object(reader)
+    return LoadedObject(*stored) if stored.head else io.BytesIO(stored.payload)

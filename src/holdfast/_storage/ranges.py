@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from holdfast._byte_ranges import SCRATCH, ByteRange, ranges_of
 from holdfast._geometry import row_major_strides, volume
 from holdfast._io.blocks import crc32
 from holdfast._storage.destinations import Destination
@@ -12,100 +13,6 @@ from holdfast._storage.item_reader import Chunk, ItemReader
 from holdfast._storage.strips import StripRead, rows_of
 from holdfast._storage.whole_rows import WholeRows, whole_rows
 from holdfast._tensors.host import memory_of
-
-SCRATCH = 32 * 1024 * 1024
-"""How much of a payload goes through memory of our own at once, where it cannot go straight to its place."""
-
-# Reading what lies between the rows of a box is cheaper than a request for each row, up to a point.
-_WASTE = 4
-_ALWAYS_FINE = 1024 * 1024
-
-
-# A block that two pieces share is read twice to be checked.
-_BLOCK = 1 << 20
-
-
-def _at_block_boundary(start: int, rows: int, row_nbytes: int, most: int) -> int:
-    """About ``rows`` rows, so that what follows them begins with a block, if rows allow that."""
-    boundary = (start + rows * row_nbytes) // _BLOCK * _BLOCK
-    cut = -(-(boundary - start) // row_nbytes)
-    return cut if 0 < cut < most else rows
-
-
-class ByteRange(NamedTuple):
-    """A piece of a box, and the bytes that are read at once for it.
-
-    Attributes:
-        offsets: Where the piece begins in the box.
-        lengths: How long it is in each dimension.
-        start: The first byte of the payload that it needs.
-        nbytes: How many bytes from there on hold it, with what lies between its rows.
-        is_run: Whether nothing lies between: the bytes are the piece.
-        skipped: How many elements before the piece are read, too, because other ranks need them; None if it
-            is read for this rank alone.
-    """
-
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-    start: int
-    nbytes: int
-    is_run: bool
-    skipped: int | None = None
-
-
-def _ranges_of(
-    chunk_shape: tuple[int, ...],
-    offsets: tuple[int, ...],
-    lengths: tuple[int, ...],
-    itemsize: int,
-    *,
-    run_limit: int | None,
-    block: int,
-    only_runs: bool = False,
-) -> Iterator[ByteRange]:
-    """Cut a box of a row-major chunk into pieces to be read.
-
-    Args:
-        chunk_shape: The shape of the stored chunk.
-        offsets: Where the box begins in the chunk.
-        lengths: The box's lengths; an empty box has no ranges.
-        itemsize: Bytes an element.
-        run_limit: The most bytes of a piece that is one run; None if such a piece needs no scratch memory.
-        block: The unit in which bytes are checked, and so read, whatever is wanted of them; 0 if they are
-            not.
-        only_runs: Whether no piece may have anything between its rows.
-    """
-    if 0 in lengths:
-        return
-    strides = row_major_strides(chunk_shape)
-    todo = [((0,) * len(lengths), lengths)]
-    while todo:
-        at, size = todo.pop()
-        first = sum((o + a) * s for o, a, s in zip(offsets, at, strides, strict=True))
-        last = first + sum((n - 1) * s for n, s in zip(size, strides, strict=True))
-        span = (last + 1 - first) * itemsize
-        is_run = (last + 1 - first) == volume(size)
-        if is_run and (run_limit is None or span <= run_limit):
-            yield ByteRange(at, size, first * itemsize, span, is_run=True)
-            continue
-        dimension = next((d for d, n in enumerate(size) if n > 1), None)
-        # If there is no whole block between two rows, all that lies between them is read to be checked.
-        is_read = dimension is not None and strides[dimension] * itemsize <= block
-        most = SCRATCH if is_read else max(_WASTE * volume(size) * itemsize, _ALWAYS_FINE)
-        if not is_run and not only_runs and span <= min(SCRATCH, most):
-            yield ByteRange(at, size, first * itemsize, span, is_run=False)
-            continue
-        if dimension is None:
-            # One element, or a run of one dimension: there is nothing left to cut.
-            yield ByteRange(at, size, first * itemsize, span, is_run)
-            continue
-        half = size[dimension] // 2
-        if is_run or is_read:
-            half = _at_block_boundary(first * itemsize, half, strides[dimension] * itemsize, size[dimension])
-        second = (*at[:dimension], at[dimension] + half, *at[dimension + 1 :])
-        # The later half first onto the stack, so that ranges come in the order of the file.
-        todo.append((second, (*size[:dimension], size[dimension] - half, *size[dimension + 1 :])))
-        todo.append((at, (*size[:dimension], half, *size[dimension + 1 :])))
 
 
 def ranges_for(
@@ -132,7 +39,7 @@ def ranges_for(
         rows = whole_rows(chunk.shape, offsets, lengths, itemsize, block_size)
         if rows is not None:
             return _ranges_of_rows(chunk, rows, offsets, lengths, is_checked=is_checked)
-    return _ranges_of(
+    return ranges_of(
         chunk.shape, offsets, lengths, itemsize, run_limit=run_limit, block=block_size if is_checked else 0
     )
 
@@ -146,7 +53,7 @@ def _ranges_of_rows(
     strides = row_major_strides(chunk.shape)
     before = sum(o * s for o, s in zip(offsets[columns:], strides[columns:], strict=True))
     # A row is shorter than SCRATCH, so that none is cut.
-    runs = _ranges_of(
+    runs = ranges_of(
         chunk.shape, rows.offsets, rows.lengths, itemsize, run_limit=SCRATCH, block=0, only_runs=True
     )
     for run in runs:

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from holdfast._contents.safetensors_files import LARGEST_INDEX, read_checksums
 from holdfast._format.names import SAVE_DIGITS, is_leftover
 from holdfast._format.safetensors import SUFFIX
 from holdfast._format.safetensors_checksums import FileChecksums, digest_of, dump_checksums
@@ -35,7 +36,6 @@ from holdfast._io.lease import Lease
 from holdfast._io.store import ByteStore
 from holdfast._storage.cleanup import delete_quietly
 from holdfast._storage.safetensors_layout import ModelLayout
-from holdfast._storage.safetensors_reading import LARGEST_INDEX, read_checksums
 
 logger = logging.getLogger(__name__)
 

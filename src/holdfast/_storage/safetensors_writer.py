@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.futures import Future
 
+from holdfast._contents.safetensors_manifest import ModelChunk
 from holdfast._io.blocks import BLOCK_SIZE
 from holdfast._io.range_sums import join_sums
 from holdfast._plan.global_plan import find_problems
@@ -25,7 +26,7 @@ from holdfast._storage.safetensors_layout import (
     places_of_rank,
     refuse_what_is_no_tensor,
 )
-from holdfast._storage.safetensors_metadata import StoredChunk, metadata_of_chunks
+from holdfast._storage.safetensors_metadata import metadata_of_chunks
 from holdfast._storage.safetensors_writing import write_chunks
 from holdfast._storage.store_writer import StoreWriter, fill_metadata
 from holdfast._torch_compat import our_save_planner, to_ours, to_torch
@@ -130,7 +131,7 @@ class SafetensorsWriter(StoreWriter):
             self.store.url,
             {commit.names[file.name]: file.nbytes for file in layout.files},
             [
-                StoredChunk(tensor, (0,) * len(tensor.shape), commit.names[file.name], checksums[tensor.key])
+                ModelChunk(tensor, (0,) * len(tensor.shape), commit.names[file.name], checksums[tensor.key])
                 for file in layout.files
                 for tensor in file.tensors
             ],

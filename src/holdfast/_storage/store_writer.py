@@ -254,7 +254,11 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
         world_size = self._world_size if self._own_rank is None else _group_size()
         recorder = self.context.recorder
         manifest = make_manifest(
-            ours, columns, world_size=world_size, record=None if recorder is None else recorder.at_commit
+            ours,
+            columns,
+            world_size=world_size,
+            record=None if recorder is None else recorder.at_commit,
+            user_metadata=self.context.user_metadata,
         )
         ours.storage_data = StorageData(ItemPlaces(manifest, directory_of(ours)))
         self._take_lease()

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+from holdfast._contents.item_bytes import naming
 from holdfast._storage.destinations import Destination
-from holdfast._storage.item_reader import Chunk, ItemReader, naming
+from holdfast._storage.item_reader import Chunk, ItemReader
 from holdfast._storage.ranges import RangeRead, ranges_for
 from holdfast._storage.torch_written import deliver_torch_written
 from holdfast._storage.transformed import deliver_transformed

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from holdfast._byte_ranges import SCRATCH
 from holdfast._format.item_table import StorageInfo
 from holdfast._format.torch_item_reader import TensorLayout, read_item_layout
 from holdfast._geometry import row_major_strides, volume
@@ -15,7 +16,7 @@ from holdfast._io.blocks import BLOCK_SIZE
 from holdfast._objects.torch_archive import refuse_compressed
 from holdfast._storage.destinations import Destination
 from holdfast._storage.item_reader import Chunk, ItemReader
-from holdfast._storage.ranges import SCRATCH, RangeRead, ranges_for
+from holdfast._storage.ranges import RangeRead, ranges_for
 from holdfast.errors import ChecksumError
 from holdfast.planner import ReadItem
 

@@ -2,56 +2,21 @@
 
 import io
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 
+from holdfast._contents.item_bytes import read_transformed, undo_transforms
 from holdfast._format.torch_item import tensor_item
 from holdfast._io.blocks import crc32
 from holdfast._storage.destinations import Destination
 from holdfast._storage.item_reader import Chunk, ItemReader
 from holdfast._storage.torch_written import deliver_loaded
 from holdfast._tensors.host import memory_of
-from holdfast.errors import ChecksumError, MetadataFormatError
-from holdfast.extension import StreamTransformExtension
+from holdfast.errors import ChecksumError
 
 _STEP = 1 << 20
-_MOST_TRANSFORMS = 32
 _ROWS = 4 << 20
-# What torch wrote does not say how large an object is behind its transforms.
-_LARGEST_UNDECLARED = 4 << 30
-
-
-def undo_transforms(reader: ItemReader) -> Any:
-    """The item's container as a stream."""
-    stream: Any = reader.stream()
-    descriptors = list(reader.info.transform_descriptors or ())
-    if len(descriptors) > _MOST_TRANSFORMS:
-        what = f"has {len(descriptors)} transforms; more than {_MOST_TRANSFORMS} are not undone"
-        raise reader.damaged(what, MetadataFormatError, found=len(descriptors))
-    for extension in reader.context.registry.from_descriptor_list(descriptors):
-        # Those of a registry of torch's are of torch's class, and do the same.
-        stream = cast("StreamTransformExtension", extension).transform_from(stream)
-    return stream
-
-
-def read_transformed(reader: ItemReader, *, limit: int = _LARGEST_UNDECLARED) -> bytes:
-    """The whole container.
-
-    Raises:
-        IntegrityError: It is larger than declared, or than ``limit`` where nothing is declared.
-    """
-    declared = reader.info.raw_nbytes if reader.info.raw_nbytes >= 0 else None
-    limit = limit if declared is None else declared
-    collected, stream = io.BytesIO(), undo_transforms(reader)
-    while piece := stream.read(_STEP):
-        collected.write(piece)
-        if collected.tell() > limit:
-            raise reader.damaged(f"inflates beyond {limit} bytes", expected=limit)
-    if declared is not None and (found := collected.tell()) != declared:
-        what = f"has {found} bytes behind its transforms, expected {declared}"
-        raise reader.damaged(what, expected=declared, found=found)
-    return collected.getvalue()
 
 
 def deliver_transformed(reader: ItemReader, chunk: Chunk, destination: Destination) -> None:

@@ -7,17 +7,17 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from holdfast._contents.checking_parts import part_jobs
+from holdfast._contents.findings import Report
+from holdfast._contents.inventory import Inventory, read_inventory
+from holdfast._contents.opening import LARGEST_METADATA, find_checkpoint
 from holdfast._format import metadata_file
 from holdfast._io import pool
 from holdfast._io.lease import Lease, take_lease
 from holdfast._io.places import open_place
 from holdfast._io.progress import STRIDE, ProgressTracker
 from holdfast._io.store import ByteStore, FileSource
-from holdfast.cli.checking_parts import part_jobs
 from holdfast.cli.exit_codes import FINE
-from holdfast.cli.findings import Findings
-from holdfast.cli.inventory import Inventory, read_inventory
-from holdfast.cli.opening import LARGEST_METADATA, find_checkpoint
 from holdfast.cli.text import Style, counted, printable, size_text, write_json, write_lines
 from holdfast.errors import CheckpointExistsError, IntegrityError, StorageError, UsageError
 from holdfast.progress_display import tracking
@@ -145,7 +145,7 @@ class _CopiedPart:
 
     def _check(self) -> None:
         """Read the copy, and compare every byte with the checksums of the checkpoint."""
-        report = Findings()
+        report = Report()
         jobs = list(part_jobs(self.target, self.part, self.target.list(), report))
         with self._showing("checking", sum(self.part.files.values())) as tracker:
             report.on_progress = tracker.advance

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from holdfast._contents.inventory import Inventory, ObjectEntry, StoredChunk, TensorEntry
+from holdfast._contents.opening import Checkpoint, find_checkpoint
 from holdfast.cli.exit_codes import FINE
-from holdfast.cli.inventory import Inventory, ObjectEntry, StoredChunk, TensorEntry
-from holdfast.cli.opening import Checkpoint, find_checkpoint
 from holdfast.cli.text import Style, counted, printable, shape_text, write_json, write_lines
 from holdfast.errors import UsageError
 

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from holdfast._contents.inventory import Inventory, ObjectEntry, TensorEntry
+from holdfast._contents.opening import find_checkpoint
 from holdfast._format.item_table import StorageInfo
 from holdfast.cli.exit_codes import FINE
-from holdfast.cli.inventory import Inventory, ObjectEntry, TensorEntry
-from holdfast.cli.opening import find_checkpoint
 from holdfast.cli.text import (
     Style,
     aligned,

@@ -3,9 +3,9 @@
 import argparse
 import sys
 
+from holdfast._contents.findings import Report
+from holdfast._contents.opening import Checkpoint, find_checkpoint
 from holdfast.cli.exit_codes import DAMAGED, FINE
-from holdfast.cli.findings import Findings
-from holdfast.cli.opening import Checkpoint, find_checkpoint
 from holdfast.cli.pages.checkpoint_page import Integrity, checkpoint_page
 from holdfast.cli.pages.joined_parts import join_parts
 from holdfast.cli.summary import summarize
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _verified(checkpoint: Checkpoint, arguments: argparse.Namespace) -> Integrity:
-    found = Findings()
+    found = Report()
     is_shown = Style(sys.stderr).is_terminal and not arguments.json
     parts = check_checkpoint(checkpoint, found, show_progress=is_shown)
     return Integrity(

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from holdfast._contents.opening import find_checkpoint
 from holdfast.cli.exit_codes import DAMAGED, FINE
-from holdfast.cli.opening import find_checkpoint
 from holdfast.cli.summary import summarize
 from holdfast.cli.text import Style, aligned, counted, printable, size_text, write_json, write_lines
 

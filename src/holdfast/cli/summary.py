@@ -4,9 +4,9 @@ import os
 import time
 from typing import Any
 
+from holdfast._contents.inventory import Inventory
 from holdfast._format.names import parse_data_file
 from holdfast._io.store import FileSource
-from holdfast.cli.inventory import Inventory
 from holdfast.cli.tree import entry_nbytes
 
 __all__ = ["summarize"]

@@ -4,18 +4,11 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from typing import Any, TextIO
 
-from holdfast._human_units import size_text
+from holdfast._human_units import shape_text, size_text
 
 __all__ = ["Style", "aligned", "counted", "printable", "shape_text", "size_text", "write_json", "write_lines"]
-
-
-@lru_cache(maxsize=4096)  # models repeat their shapes layer by layer
-def shape_text(shape: Sequence[int]) -> str:
-    """A shape as torch shows it."""
-    return f"[{', '.join(map(str, shape))}]"
 
 
 def counted(number: int, noun: str) -> str:

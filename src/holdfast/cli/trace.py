@@ -4,11 +4,11 @@ import argparse
 import json
 from collections.abc import Iterator
 
+from holdfast._contents.opening import find_checkpoint
 from holdfast._human_units import rate_text, seconds_text, size_text
 from holdfast._record_outputs.chrome_trace import chrome_trace
 from holdfast._transfer_record import PhaseSummary, TransferRecord
 from holdfast.cli.exit_codes import FINE
-from holdfast.cli.opening import find_checkpoint
 from holdfast.cli.save_record import joined_record
 from holdfast.cli.text import aligned, counted, printable, write_json, write_lines
 from holdfast.errors import CheckpointNotFoundError

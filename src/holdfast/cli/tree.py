@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
+from holdfast._contents.inventory import ObjectEntry, TensorEntry
 from holdfast._format.typed_key import TypedKey
-from holdfast.cli.inventory import ObjectEntry, TensorEntry
 from holdfast.cli.text import printable
 
 __all__ = ["Node", "branches", "entry_nbytes", "make_tree"]

@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
+from holdfast._contents.checking_parts import part_jobs, unused_files
+from holdfast._contents.checking_torch import LIMITS
+from holdfast._contents.findings import Damage, Report, shortened
+from holdfast._contents.inventory import Inventory
+from holdfast._contents.opening import Checkpoint, find_checkpoint
 from holdfast._io import pool
-from holdfast.cli.checking_parts import part_jobs, unused_files
-from holdfast.cli.checking_torch import LIMITS
 from holdfast.cli.exit_codes import DAMAGED, FINE, exit_code
-from holdfast.cli.findings import Damage, Findings, shortened
-from holdfast.cli.inventory import Inventory
-from holdfast.cli.opening import Checkpoint, find_checkpoint
 from holdfast.cli.text import Style, counted, printable, size_text, write_json, write_lines
 from holdfast.errors import CheckpointError, IntegrityError
 from holdfast.progress_display import tracking
@@ -26,7 +26,7 @@ _MOST_THREADS = 4
 def run(arguments: argparse.Namespace) -> int:
     """Check everything, print what was found, and return the exit code."""
     is_shown = Style(sys.stderr).is_terminal and not (arguments.quiet or arguments.json)
-    report = Findings()
+    report = Report()
     parts = check_checkpoint(
         find_checkpoint(arguments.path), report, threads=arguments.threads, show_progress=is_shown
     )
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_checkpoint(
-    checkpoint: Checkpoint, report: Findings, *, threads: int | None = None, show_progress: bool = False
+    checkpoint: Checkpoint, report: Report, *, threads: int | None = None, show_progress: bool = False
 ) -> list[Inventory]:
     """Read every byte of a checkpoint.
 
@@ -68,12 +68,12 @@ def check_checkpoint(
     return parts
 
 
-def _read_parts(checkpoint: Checkpoint, report: Findings) -> list[Inventory]:
+def _read_parts(checkpoint: Checkpoint, report: Report) -> list[Inventory]:
     parts = [_read_part(checkpoint, rank, name, report) for rank, name in checkpoint.metadata_names]
     return [part for part in parts if part is not None]
 
 
-def _read_part(checkpoint: Checkpoint, rank: int | None, name: str, report: Findings) -> Inventory | None:
+def _read_part(checkpoint: Checkpoint, rank: int | None, name: str, report: Report) -> Inventory | None:
     try:
         return checkpoint.read(rank, name)
     except IntegrityError as error:
@@ -84,7 +84,7 @@ def _read_part(checkpoint: Checkpoint, rank: int | None, name: str, report: Find
     return None
 
 
-def _guarded(job: Callable[[], None], report: Findings) -> Callable[[], None]:
+def _guarded(job: Callable[[], None], report: Report) -> Callable[[], None]:
     """A job whose failure is damage, so that the other jobs go on."""
 
     def guarded() -> None:
@@ -102,9 +102,7 @@ def _guarded(job: Callable[[], None], report: Findings) -> Callable[[], None]:
     return guarded
 
 
-def _document(
-    path: str, parts: list[Inventory], report: Findings, damages: list[Damage]
-) -> dict[str, object]:
+def _document(path: str, parts: list[Inventory], report: Report, damages: list[Damage]) -> dict[str, object]:
     return {
         "schema": "holdfast.verify/1",
         "path": path,
@@ -119,14 +117,14 @@ def _document(
     }
 
 
-def limits(parts: list[Inventory], report: Findings) -> list[str]:
+def limits(parts: list[Inventory], report: Report) -> list[str]:
     """What could not be checked."""
     known = [LIMITS] if any(part.source == "torch" for part in parts) else []
     return known + [f"{counted(count, 'item')} not checked: {why}" for why, count in report.unchecked.items()]
 
 
 def _lines(
-    arguments: argparse.Namespace, parts: list[Inventory], report: Findings, damages: list[Damage]
+    arguments: argparse.Namespace, parts: list[Inventory], report: Report, damages: list[Damage]
 ) -> Iterator[str]:
     style = Style(sys.stdout)
     for damage in damages:

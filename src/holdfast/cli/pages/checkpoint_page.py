@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from holdfast._contents.inventory import Inventory, TensorEntry
 from holdfast._format.names import parse_data_file
 from holdfast._human_units import rate_text, seconds_text, size_text
-from holdfast.cli.inventory import Inventory, TensorEntry
 from holdfast.cli.pages.bars import Bar, bars
 from holdfast.cli.pages.colours import RankColours
 from holdfast.cli.pages.page import columns, facts, page, section, table, verdict

@@ -4,8 +4,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from holdfast._contents.inventory import Inventory, ObjectEntry, TensorEntry
 from holdfast._format.dtypes import DTYPES
-from holdfast.cli.inventory import Inventory, ObjectEntry, TensorEntry
 from holdfast.cli.save_record import joined_record
 
 __all__ = ["join_parts"]

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from math import prod
 from typing import NamedTuple
 
+from holdfast._contents.inventory import Ints, TensorEntry
 from holdfast._human_units import size_text
-from holdfast.cli.inventory import Ints, TensorEntry
 from holdfast.cli.pages.colours import RankColours
 from holdfast.cli.pages.page import legend, scale_legend
 from holdfast.cli.pages.svg import as_html, box, drawing, element, key_html

@@ -4,10 +4,10 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from holdfast._contents.inventory import Inventory, read_inventory
 from holdfast._format.names import METADATA, describe_data_files, metadata_rank
 from holdfast._io.places import local_path, open_place
 from holdfast._io.store import FileSource
-from holdfast.cli.inventory import Inventory, read_inventory
 from holdfast.errors import CheckpointNotFoundError
 
 __all__ = ["LARGEST_METADATA", "Checkpoint", "find_checkpoint"]

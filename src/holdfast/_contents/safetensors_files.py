@@ -1,6 +1,6 @@
-"""Owns reading what safetensors files hold: the files of a model as the metadata of a checkpoint.
+"""Owns reading what safetensors files hold: the files of a model as the manifest of a checkpoint.
 
-The metadata has the form of our own checkpoints, so that whatever reads those reads these: ranges, small
+The manifest has the form of our own checkpoints, so that whatever reads those reads these: ranges, small
 tensors together, shared reads. Nothing but headers, the index and checksums is read here.
 """
 
@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from holdfast._contents.safetensors_manifest import ModelChunk, manifest_of_chunks
+from holdfast._format.manifest import Manifest
 from holdfast._format.names import METADATA
 from holdfast._format.safetensors import (
     LENGTH_NBYTES,
@@ -39,14 +41,12 @@ from holdfast._geometry import Box, check_cover
 from holdfast._io import pool
 from holdfast._io.blocks import BLOCK_SIZE, block_count
 from holdfast._io.store import FileSource
-from holdfast._storage.safetensors_metadata import StoredChunk, metadata_of_chunks
 from holdfast.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     IncompleteCheckpointError,
     MetadataFormatError,
 )
-from holdfast.metadata import Metadata
 
 logger = logging.getLogger(__name__)
 
@@ -71,21 +71,25 @@ class ModelFile(NamedTuple):
     digest: str
 
 
-def read_model_metadata(store: FileSource) -> Metadata:
-    """The metadata of the safetensors files of a folder, whoever wrote them.
+def read_model_manifest(store: FileSource, *, only: str | None = None) -> Manifest:
+    """What the safetensors files of a folder hold, whoever wrote them.
 
     An index decides which file has which tensor. Without one, ``model.safetensors`` is the model, and where
     there is no such file all safetensors files are.
+
+    Args:
+        store: The folder.
+        only: Look at this file alone, whatever an index says.
 
     Raises:
         CheckpointNotFoundError: There is no safetensors file.
         IncompleteCheckpointError: A file, a tensor or a part of a tensor is missing.
         IntegrityError: A file is damaged.
     """
-    weight_map, names = find_model_files(store)
+    weight_map, names = find_model_files(store) if only is None else (None, [only])
     files = read_headers(store, names)
     chunks = _chunks_of(store, files, weight_map)
-    return metadata_of_chunks(store.url, {file.name: file.nbytes for file in files}, chunks)
+    return manifest_of_chunks(store.url, {file.name: file.nbytes for file in files}, chunks)
 
 
 def find_model_files(store: FileSource) -> tuple[dict[str, str] | None, list[str]]:
@@ -169,10 +173,10 @@ def _read_header(store: FileSource, name: str) -> ModelFile:
 
 def _chunks_of(
     store: FileSource, files: list[ModelFile], weight_map: dict[str, str] | None
-) -> list[StoredChunk]:
+) -> list[ModelChunk]:
     """The chunks of all tensors of a model, with their checksums; each tensor is known to be complete."""
     checksums = read_checksums(store)
-    found: dict[str, dict[tuple[int, ...], StoredChunk]] = {}
+    found: dict[str, dict[tuple[int, ...], ModelChunk]] = {}
     unknown = []
     for file in files:
         sums = _checksums_by_key(file, checksums.get(file.digest))
@@ -183,7 +187,7 @@ def _chunks_of(
             if weight_map is not None and weight_map.get(tensor.key) != file.name:
                 continue
             offsets = shards.get(tensor.key, (0,) * len(tensor.shape))
-            chunk = StoredChunk(tensor, offsets, file.name, sums[tensor.key] if sums else None)
+            chunk = ModelChunk(tensor, offsets, file.name, sums[tensor.key] if sums else None)
             before = found.setdefault(tensor.key, {}).setdefault(offsets, chunk)
             if before is not chunk and tensor.key not in shards:
                 raise _twice(store, tensor.key, before.file, file.name)
@@ -247,7 +251,7 @@ def _check_index(store: FileSource, weight_map: dict[str, str], found: Collectio
             )
 
 
-def _check_chunks(store: FileSource, key: str, chunks: list[StoredChunk]) -> None:
+def _check_chunks(store: FileSource, key: str, chunks: list[ModelChunk]) -> None:
     """Raise unless the chunks cover the tensor. A part at its end that no file has cannot be noticed."""
     shape = chunks[0].tensor_shape(chunks)
     boxes = [Box(chunk.offsets, chunk.tensor.shape) for chunk in chunks]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Damage", "Findings", "shortened"]
+__all__ = ["Damage", "Report", "shortened"]
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Damage:
     rank: int | None = None
 
 
-class Findings:
+class Report:
     """Collects from any thread.
 
     Attributes:

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Iterator
 
+from holdfast._contents.checking import KeyedItem, holdfast_jobs
+from holdfast._contents.checking_torch import TorchItem, torch_jobs
+from holdfast._contents.findings import Report
+from holdfast._contents.inventory import Inventory, StoredChunk, TensorEntry
+from holdfast._contents.opening import Checkpoint
 from holdfast._format.item_table import StorageInfo
 from holdfast._format.names import is_leftover, metadata_rank, parse_data_file
 from holdfast._geometry import Box, check_cover
+from holdfast._human_units import shape_text, size_text
 from holdfast._io.store import FileSource
-from holdfast.cli.checking import KeyedItem, holdfast_jobs
-from holdfast.cli.checking_torch import TorchItem, torch_jobs
-from holdfast.cli.findings import Findings
-from holdfast.cli.inventory import Inventory, StoredChunk, TensorEntry
-from holdfast.cli.opening import Checkpoint
-from holdfast.cli.text import shape_text, size_text
 
 __all__ = ["part_jobs", "unused_files"]
 
@@ -19,7 +19,7 @@ Stored = tuple[str, StoredChunk | None, StorageInfo]
 
 
 def part_jobs(
-    store: FileSource, part: Inventory, sizes: dict[str, int], report: Findings
+    store: FileSource, part: Inventory, sizes: dict[str, int], report: Report
 ) -> Iterator[Callable[[], None]]:
     """Report what metadata and folder alone tell, and make the jobs that read the rest.
 
@@ -58,7 +58,7 @@ def part_jobs(
             )
 
 
-def _check_size(part: Inventory, name: str, size: int | None, items: list[Stored], report: Findings) -> None:
+def _check_size(part: Inventory, name: str, size: int | None, items: list[Stored], report: Report) -> None:
     """Report what is wrong with a file as a whole."""
     expected = part.files[name]
     if size is None:
@@ -83,7 +83,7 @@ def _keys(items: list[Stored]) -> list[str]:
     return list(dict.fromkeys(key for key, _, _ in items))
 
 
-def _check_entries(part: Inventory, report: Findings) -> None:
+def _check_entries(part: Inventory, report: Report) -> None:
     for key, chunk, item in part.items():
         if item is None:
             where = "" if chunk is None else f"its chunk at {shape_text(chunk.offsets)} "
@@ -96,7 +96,7 @@ def _check_entries(part: Inventory, report: Findings) -> None:
         _check_coverage(tensor, report)
 
 
-def _check_coverage(tensor: TensorEntry, report: Findings) -> None:
+def _check_coverage(tensor: TensorEntry, report: Report) -> None:
     chunks = tensor.chunks
     if len(chunks) == 1 and chunks[0].lengths == tensor.shape:
         return

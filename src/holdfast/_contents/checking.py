@@ -4,12 +4,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from holdfast._contents.findings import Report
 from holdfast._format.description import ints
 from holdfast._format.item_table import StorageInfo
 from holdfast._io.blocks import crc32
 from holdfast._io.file_access import FileReader
 from holdfast._io.store import FileSource
-from holdfast.cli.findings import Findings
 from holdfast.errors import ChecksumError
 
 __all__ = ["KeyedItem", "holdfast_jobs"]
@@ -51,7 +51,7 @@ class _File(NamedTuple):
     name: str
     rank: int | None
     block_size: int
-    report: Findings
+    report: Report
 
     def open(self) -> FileReader:
         # Each job opens the file for itself: a checkpoint may have more files than a process may have open.
@@ -71,7 +71,7 @@ def holdfast_jobs(
     *,
     nbytes: int,
     block_size: int,
-    report: Findings,
+    report: Report,
     rank: int | None,
 ) -> Iterator[Job]:
     """Jobs that together check each byte of a file once.

@@ -1,0 +1,1 @@
+"""What a checkpoint of any format holds, found, read and checked without torch."""
