@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         hf_storage,
         logger,
         logging_handlers,
+        manager,
         metadata,
         object_store,
         optimizer,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from holdfast.filesystem import FileSystemReader, FileSystemWriter
     from holdfast.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
     from holdfast.load_result import LoadResult
+    from holdfast.manager import CheckpointManager
     from holdfast.metadata import (
         BytesStorageMetadata,
         ChunkStorageMetadata,
@@ -68,6 +70,7 @@ __all__ = [
     "BytesStorageMetadata",
     "CheckpointError",
     "CheckpointException",
+    "CheckpointManager",
     "ChunkStorageMetadata",
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
@@ -108,6 +111,7 @@ __all__ = [
     "load_state_dict",
     "logger",
     "logging_handlers",
+    "manager",
     "metadata",
     "object_store",
     "optimizer",
@@ -139,6 +143,7 @@ _HOME = {
         "filesystem": ("FileSystemReader", "FileSystemWriter"),
         "hf_storage": ("HuggingFaceStorageReader", "HuggingFaceStorageWriter"),
         "load_result": ("LoadResult",),
+        "manager": ("CheckpointManager",),
         "metadata": (
             *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
             "TensorStorageMetadata",

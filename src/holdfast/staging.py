@@ -80,11 +80,19 @@ class DefaultStager(AsyncStager):
         compare: After copying, compare each copy with its original and raise if the original was changed
             meanwhile. For debugging.
         threads: How many threads copy; by default one for each core, 8 at most.
+        overlap_host: Copy large tensors of the host after ``stage`` has returned its future, too. Nothing may
+            change them before the future is done. Needs ``use_async_staging``.
     """
 
     def __init__(
-        self, config: StagingOptions | None = None, *, compare: bool = False, threads: int | None = None
+        self,
+        config: StagingOptions | None = None,
+        *,
+        compare: bool = False,
+        threads: int | None = None,
+        overlap_host: bool = False,
     ) -> None:
+        self._overlap_host = overlap_host
         self._config = config or StagingOptions()
         self._staging = Staging(
             shared_memory=self._config.use_shared_memory,
@@ -146,7 +154,13 @@ class DefaultStager(AsyncStager):
             UsageError: An earlier lease lasts and ``when_busy`` is "raise", or the stager is closed.
         """
         overlap = self._config.use_async_staging and self._config.use_non_blocking_copy
-        return self._staging.stage(state_dict, when_busy=when_busy, timeout=timeout, wait=not overlap)
+        return self._staging.stage(
+            state_dict,
+            when_busy=when_busy,
+            timeout=timeout,
+            wait=not overlap,
+            overlap=overlap and self._overlap_host,
+        )
 
     def synchronize_staging(self) -> None:
         """Wait until the last ``stage`` is complete; raises the error if it failed."""

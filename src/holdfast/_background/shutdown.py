@@ -82,6 +82,11 @@ def prepare_for_shutdown() -> None:
         set_grace_period(seconds)
 
 
+def is_grace_handler(handler: object) -> bool:
+    """Whether a handler of SIGTERM is the one of the grace period, which ends the process."""
+    return handler is _on_sigterm
+
+
 def _on_sigterm(number: int, frame: types.FrameType | None) -> None:  # noqa: ARG001 - the form of a handler
     # In a thread, because this one may hold a lock that a save needs.
     threading.Thread(

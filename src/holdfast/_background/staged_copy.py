@@ -107,6 +107,11 @@ def take_copy(stager: Any, state: dict[str, Any], *, shared: bool) -> StateCopy:
     return StateCopy(isinstance(staged, Future), state=staged)
 
 
+def prepare_staging(state: dict[str, Any], *, shared: bool) -> None:
+    """Take the memory for the copy of such a state now, for callers who bring no stager."""
+    _our_staging(shared=shared).prepare(state)
+
+
 @dataclass
 class CopySource:
     """Gives the thread of a save the copied state and the writer, once the copy is complete.

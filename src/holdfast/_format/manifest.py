@@ -203,6 +203,18 @@ def file_names_in(data: bytes | memoryview, *, path: str) -> list[str]:
     return _check_version(data, path).file_names
 
 
+def file_sizes_in(data: bytes | memoryview, *, path: str) -> dict[str, int]:
+    """The data files that a manifest speaks of, each with the bytes that it must have at least.
+
+    Raises:
+        MetadataFormatError: It is damaged, or of a newer major version.
+    """
+    head = _check_version(data, path)
+    if len(head.file_nbytes) != 8 * len(head.file_names):
+        raise _damaged(path, "its files and their sizes do not match")
+    return dict(zip(head.file_names, ints(head.file_nbytes, "q"), strict=True))
+
+
 def encode_user_metadata(values: Mapping[str, Any] | None) -> bytes:
     """What the caller of a save wants to keep with the checkpoint, as the manifest has it.
 
@@ -216,13 +228,13 @@ def encode_user_metadata(values: Mapping[str, Any] | None) -> bytes:
         msgspec.msgpack.decode(data, type=dict[str, Any])
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise UsageError(
-            f"user_metadata must be a dict of names with plain values (numbers, strings, bytes, lists, dicts): "
+            "user_metadata must be a dict of names with plain values (numbers, strings, bytes, lists, dicts): "
             f"{error}"
         ) from error
     if len(data) > MOST_USER_BYTES:
         raise UsageError(
-            f"user_metadata has {len(data)} bytes, and at most {MOST_USER_BYTES} are kept in the metadata of a "
-            "checkpoint. Put large values into the state.",
+            f"user_metadata has {len(data)} bytes, and at most {MOST_USER_BYTES} are kept in the metadata of "
+            "a checkpoint. Put large values into the state.",
             expected=MOST_USER_BYTES,
             found=len(data),
         )
@@ -253,6 +265,7 @@ def user_metadata_in(data: bytes | memoryview, *, path: str) -> dict[str, Any]:
 class _Head(msgspec.Struct):
     version: tuple[int, int]
     file_names: list[str] = msgspec.field(default_factory=list)
+    file_nbytes: bytes = b""
     user_metadata: bytes = b""
 
 

@@ -64,6 +64,7 @@ class BucketStore(ByteStore):
         read_gap_nbytes=1 << 20,
         read_nbytes=READ_NBYTES,
         may_write_late=True,
+        looks_below=False,
     )
 
     def __init__(self, access: BucketAccess) -> None:
@@ -151,13 +152,17 @@ class BucketStore(ByteStore):
                 continue
             folders.setdefault(first, None)
             if rest == name:
-                modified = int(each["last_modified"].timestamp()) * 1_000_000_000
-                folders[first] = FileFacts(each["size"], modified, str(each["e_tag"] or modified))
+                folders[first] = _facts(each)
         return Below(files, folders)
 
     def exists(self, name: str) -> bool:
         """Whether there is such an object."""
         return self._head(check_name(name)) is not None
+
+    def facts(self, name: str) -> FileFacts | None:
+        """What is known of an object; see FileSource."""
+        found = self._head(check_name(name))
+        return None if found is None else _facts(found)
 
     def modified_ns(self, name: str) -> int | None:
         """When an object was put there, by the clock of the store, in whole seconds."""
@@ -306,3 +311,8 @@ class BucketStore(ByteStore):
 
     def sync(self) -> None:
         """Nothing: an object that the store has confirmed is durable, its name included."""
+
+
+def _facts(found: Any) -> FileFacts:
+    modified_ns = int(found["last_modified"].timestamp()) * 1_000_000_000
+    return FileFacts(found["size"], modified_ns, str(found["e_tag"] or modified_ns))

@@ -82,6 +82,7 @@ class StoreTraits:
         read_nbytes: The most bytes that small neighbours are read in at once.
         lists_sizes: Whether ``list`` costs no more than ``names``. If not, a size is asked for by ``open``.
         random_writes: Whether there are ``reserve``, ``open_ranges``, ``rename`` and ``link``.
+        looks_below: Whether ``below`` with a name costs about as much as without.
         may_write_late: Whether files of a process may appear after the process was killed, because it has
             sent them to a server.
     """
@@ -93,6 +94,7 @@ class StoreTraits:
     lists_sizes: bool = True
     random_writes: bool = False
     may_write_late: bool = False
+    looks_below: bool = True
 
 
 class CacheRoom(NamedTuple):
@@ -195,6 +197,11 @@ class FileSource(ABC):
         None if there is no such file, or if the store does not tell.
         """
         return None
+
+    def facts(self, name: str) -> FileFacts | None:
+        """What ``below`` of the place above tells of a file of this place; None if there is no such file."""
+        modified_ns = self.modified_ns(name)
+        return None if modified_ns is None else FileFacts(0, modified_ns, str(modified_ns))
 
     @abstractmethod
     def open(self, name: str) -> FileReader:

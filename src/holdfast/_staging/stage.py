@@ -8,10 +8,14 @@ import torch
 from holdfast._collector import paused_collector
 from holdfast._staging.buffer_layout import BufferLayout, fact_of, lay_out, place_in
 from holdfast._staging.buffer_pool import BufferLease, BufferPool, WhenBusy
+from holdfast._staging.host_copy import HostCopy
 from holdfast._staging.staged import StagedState
 from holdfast._staging.staging_copy import copy_spans, default_threads
 from holdfast._staging.state_tensors import StateTensors
 from holdfast._staging.state_tree import copy_around
+
+_LARGE = 256 << 10
+"""Smaller tensors of the host are copied at once."""
 
 
 class Staging:
@@ -60,6 +64,7 @@ class Staging:
         when_busy: WhenBusy = "wait",
         timeout: float | None = None,
         wait: bool = True,
+        overlap: bool = False,
     ) -> StagedState:
         """Copy a state. When this returns, the originals on the host may change.
 
@@ -70,6 +75,8 @@ class Staging:
                 are held without their ``StagedState`` are neither waited for nor overwritten.
             timeout: How many seconds to wait at most for an earlier copy to be released.
             wait: Return only when values on devices have arrived too.
+            overlap: Copy large tensors of the host in a thread: the originals must not change before the
+                result is complete. Small tensors and other values are copied when this returns.
 
         Raises:
             PlanError: A value cannot be copied; the error has its key.
@@ -80,7 +87,7 @@ class Staging:
         lease = self._pool.take(when_busy=when_busy, timeout=timeout)
         try:
             with paused_collector():
-                staged = self._staged(state, lease)
+                staged = self._staged(state, lease, overlap=overlap)
             if wait:
                 staged.wait()
         except BaseException:
@@ -89,11 +96,11 @@ class Staging:
             raise
         return staged
 
-    def _staged(self, state: Any, lease: BufferLease) -> StagedState:
+    def _staged(self, state: Any, lease: BufferLease, *, overlap: bool) -> StagedState:
         found = StateTensors(state)
         layout = self._layout_of(found)
         base = lease.base(layout.nbytes)
-        event = self._copy(found.tensors, layout, base)
+        event = self._copy(found.tensors, layout, base, overlap=overlap)
         made = place_in(base, layout.places)
         staged = StagedState(copy_around(state, found.memo(made)), base, layout.nbytes, lease, event)
         if self._compare:
@@ -111,18 +118,22 @@ class Staging:
         return made
 
     @torch.no_grad()
-    def _copy(self, tensors: Sequence[torch.Tensor], layout: BufferLayout, base: torch.Tensor) -> Any:
-        """Copy everything; returns the event that ends the copies from a device, None if there are none."""
+    def _copy(
+        self, tensors: Sequence[torch.Tensor], layout: BufferLayout, base: torch.Tensor, *, overlap: bool
+    ) -> Any:
+        """Copy everything; returns the event that ends what is still being copied, None if nothing is."""
         # An earlier user may have given the buffer back while a device still copied into it.
         self._finish_device_copies()
         from_device = [number for number in layout.written_out if not tensors[number].is_cpu]
         event = self._copy_from_device(tensors, layout, base, from_device) if from_device else None
-        copy_spans(layout.spans, base.data_ptr(), threads=self._threads)
+        large = [span for span in layout.spans if span[2] >= _LARGE] if overlap else []
+        spans = [span for span in layout.spans if span[2] < _LARGE] if large else layout.spans
+        copy_spans(spans, base.data_ptr(), threads=self._threads)
         for number in layout.written_out:
             source = tensors[number]
             if source.is_cpu:
                 place_in(base, [layout.places[number]])[0].copy_(source)
-        return event
+        return HostCopy(large, tensors, base, self._threads, event) if large else event
 
     def _copy_from_device(
         self, tensors: Sequence[torch.Tensor], layout: BufferLayout, base: torch.Tensor, numbers: list[int]

@@ -1,8 +1,8 @@
 """Policies: which steps of a run are saved, and which are kept. Small frozen values, joined with ``|``.
 
-``KeepPolicy.keeps`` is a pure function of what is known of the steps, ``WhenPolicy.wants`` of the step that is
-being asked for. Neither looks at a clock of this machine: what depends on time or on a signal is a property of
-the policy (``seconds``, ``signals``), and the manager's ranks agree on it.
+``KeepPolicy.keeps`` is a pure function of what is known of the steps, ``WhenPolicy.wants`` of the step that
+is being asked for. Neither looks at a clock of this machine: what depends on time or on a signal is a
+property of the policy (``seconds``, ``signals``), and the ranks agree on it.
 """
 
 import dataclasses
@@ -89,7 +89,9 @@ class AnyOf(KeepPolicy, WhenPolicy):
 
     def keeps(self, steps: Sequence[StepFacts]) -> Iterable[int]:
         """The steps that one of the policies keeps."""
-        return {number for part in self.policies if isinstance(part, KeepPolicy) for number in part.keeps(steps)}
+        return {
+            number for part in self.policies if isinstance(part, KeepPolicy) for number in part.keeps(steps)
+        }
 
     def wants(self, moment: SaveMoment) -> bool:
         """Whether one of the policies wants the step."""
@@ -143,7 +145,7 @@ class Every(KeepPolicy):
             return [step.number for step in steps if step.number % self.interval == 0]
         first: dict[int, int] = {}
         for number in sorted(step.number for step in steps):
-            first.setdefault(-(-number // self.interval) if number % self.interval == 0 else number // self.interval, number)
+            first.setdefault(number // self.interval, number)
         return first.values()
 
 
@@ -305,7 +307,7 @@ class Preempted(WhenPolicy):
         try:
             object.__setattr__(self, "signals", tuple(signal.Signals(number) for number in self.signals))
         except (TypeError, ValueError) as error:
-            raise UsageError(f"Preempted(signals=...) takes signals such as (signal.SIGTERM,): {error}") from None
+            raise UsageError(f"Preempted(signals=...) takes signals: {error}") from None
 
 
 def steps_to_delete(keep: KeepPolicy, steps: Sequence[StepFacts]) -> list[int]:
@@ -313,7 +315,8 @@ def steps_to_delete(keep: KeepPolicy, steps: Sequence[StepFacts]) -> list[int]:
 
     Args:
         keep: The policy.
-        steps: The complete and sound steps in the order of the run, the newest last. Others count for nothing.
+        steps: The complete and sound steps in the order of the run, the newest last. Others count for
+        nothing.
     """
     if not steps:
         return []

@@ -6,7 +6,8 @@ file has the version that the entry was made from. It may be missing, old, or lo
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from holdfast._format import metadata_file
@@ -16,7 +17,7 @@ from holdfast._io import pool
 from holdfast._io.store import ByteStore, FileSource
 from holdfast._steps.policies import StepFacts
 from holdfast._steps.root_files import INDEX, read_json, write_json
-from holdfast._steps.step_list import Step, StepList
+from holdfast._steps.step_list import Step
 from holdfast.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class StepMetadata:
         open_step: Gives the store of a folder of the root.
     """
 
-    def __init__(self, root: FileSource, open_step: Any) -> None:
+    def __init__(self, root: FileSource, open_step: Callable[[str], FileSource]) -> None:
         self._root = root
         self._open_step = open_step
         self._known: dict[str, tuple[str, dict[str, Any]]] = {}
@@ -67,8 +68,9 @@ class StepMetadata:
             self._in_index = set(self._known)
         self._has_read_index = True
         unknown = [step for step in steps if self._entry(step) is None]
-        jobs = [lambda step=step: self._read(step) for step in unknown]
-        pool.run(jobs, threads=self._root.traits.requests_in_flight)  # type: ignore[misc]
+        pool.run(
+            [partial(self._read, step) for step in unknown], threads=self._root.traits.requests_in_flight
+        )
         found = {step.number: self._entry(step) for step in steps}
         return {number: values for number, values in found.items() if values is not None}
 
@@ -83,11 +85,11 @@ class StepMetadata:
         except (CheckpointError, OSError) as error:
             logger.warning("%s/%s: its metrics cannot be read: %s", self._root.url, step.folder, error)
 
-    def write_index(self, root: ByteStore, found: StepList) -> None:
+    def write_index(self, root: ByteStore, steps: Iterable[Step]) -> None:
         """Keep what is known for the next start, if there is anything new. Nothing is lost if this fails."""
         entries = {
             step.folder: [step.commit.version, values]
-            for step in found
+            for step in steps
             if step.commit is not None and (values := self._entry(step)) is not None
         }
         if entries.keys() != self._in_index:
@@ -101,7 +103,8 @@ class StepMetadata:
 def facts_of(steps: Sequence[Step], metadata: Mapping[int, Mapping[str, Any]]) -> list[StepFacts]:
     """Steps as policies see them, in the same order."""
     return [
-        StepFacts(step.number, step.time, _metrics(metadata.get(step.number)), step.is_pinned) for step in steps
+        StepFacts(step.number, step.time, _metrics(metadata.get(step.number)), step.is_pinned)
+        for step in steps
     ]
 
 

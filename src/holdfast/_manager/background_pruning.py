@@ -1,0 +1,71 @@
+"""Prunes in a thread, so that no save waits for a deletion."""
+
+import atexit
+import contextlib
+import logging
+import threading
+
+from holdfast._steps.pruning import Pruning
+
+logger = logging.getLogger(__name__)
+
+_AT_EXIT_SECONDS = 5.0
+
+
+class BackgroundPruning:
+    """Runs a pruning in one thread, one at a time. Requests that come meanwhile are one request.
+
+    A process that ends stops it between two steps, or in the middle of one: that is finished the next time.
+
+    Args:
+        pruning: What to run.
+    """
+
+    def __init__(self, pruning: Pruning) -> None:
+        self.pruning = pruning
+        self._turn = threading.Lock()
+        self._state = threading.Condition()
+        self._is_wanted = False
+        self._is_over = False
+        self._thread: threading.Thread | None = None
+        atexit.register(self.close, _AT_EXIT_SECONDS)
+
+    def request(self) -> None:
+        """Prune soon. Returns at once."""
+        with self._state:
+            self._is_wanted = not self._is_over
+            if self._thread is None and self._is_wanted:
+                self._thread = threading.Thread(target=self._work, name="holdfast-prune", daemon=True)
+                self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._state:
+                if not self._is_wanted or self._is_over:
+                    self._thread = None
+                    self._state.notify_all()
+                    return
+                self._is_wanted = False
+            try:
+                self.run()
+            except Exception as error:  # noqa: BLE001 - the next save asks again
+                logger.warning("%s: could not be pruned now: %s", self.pruning.root.store.url, error)
+
+    def run(self) -> list[int]:
+        """Prune now, in this thread; the steps that were deleted."""
+        with self._turn:
+            return self.pruning.run(lambda: self._is_over)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Return when nothing is being deleted; False if that takes longer than ``timeout`` seconds."""
+        with self._state:
+            return self._state.wait_for(lambda: self._thread is None, timeout)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Finish what was asked for, or, after ``timeout`` seconds, the step that is being deleted."""
+        with contextlib.suppress(Exception):
+            atexit.unregister(self.close)
+        if not self.wait(timeout):
+            self._is_over = True
+            self.wait(timeout)
+        self._is_over = True

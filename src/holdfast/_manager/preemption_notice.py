@@ -1,0 +1,73 @@
+"""Notices signals of pre-emption without ending the process."""
+
+import mmap
+import os
+import signal
+import threading
+import time
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from holdfast._background.shutdown import is_grace_handler
+from holdfast.errors import UsageError
+
+_PARENT_SECONDS = 0.5
+"""How long a forked child waits to see whether its parent got the signal, too."""
+
+
+class PreemptionNotice:
+    """Remembers that one of some signals came to this process. Must be made in the main thread.
+
+    A handler that the program had before is called, too. The one of ``set_grace_period`` is not, because it
+    would end the process.
+
+    A scheduler sends the signal to all processes of a job, forked workers among them. A forked child ignores
+    it once if its parent got it as well, so that the parent can save. Otherwise it does what it would have
+    done without this: ``Process.terminate()`` works.
+
+    Args:
+        signals: The signals.
+
+    Raises:
+        UsageError: This is not the main thread.
+    """
+
+    def __init__(self, signals: Sequence[signal.Signals]) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError("a manager with when=Preempted() must be made in the main thread")
+        self._owner = os.getpid()
+        self._came = mmap.mmap(-1, 1)  # forked children share it
+        self._previous: dict[int, Any] = {}
+        for number in signals:
+            self._previous[number] = signal.signal(number, self._on_signal)
+
+    @property
+    def has_come(self) -> bool:
+        """Whether a signal has come to this process."""
+        return self._came[0] != 0
+
+    def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
+        previous: Callable[[int, Any], Any] | int | None = self._previous.get(number)
+        if os.getpid() != self._owner:
+            self._ignore_once(number, previous)
+        else:
+            self._came[0] = 1
+        if callable(previous) and not is_grace_handler(previous):
+            previous(number, frame)
+
+    def _ignore_once(self, number: int, previous: Any) -> None:
+        signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+        give_up_at = time.monotonic() + _PARENT_SECONDS
+        while not self.has_come and time.monotonic() < give_up_at:
+            time.sleep(0.01)
+        if not self.has_come and not callable(previous):
+            os.kill(os.getpid(), number)
+
+    def close(self) -> None:
+        """Put the handlers back that were there before, unless somebody has replaced ours since."""
+        if os.getpid() != self._owner or threading.current_thread() is not threading.main_thread():
+            return
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, previous if previous is not None else signal.SIG_DFL)

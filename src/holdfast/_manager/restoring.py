@@ -1,0 +1,108 @@
+"""Restores a run: the newest step that is complete and sound in what is asked for."""
+
+import errno
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast._ranks.group_exchange import open_exchange
+from holdfast._steps.pruning import mark_damaged
+from holdfast._steps.run_root import RunRoot
+from holdfast._steps.step_list import Step
+from holdfast._steps.step_metadata import read_user_metadata
+from holdfast.errors import (
+    CheckpointException,
+    CheckpointNotFoundError,
+    IntegrityError,
+    UnsafeMetadataError,
+)
+from holdfast.load_result import LoadResult
+from holdfast.state_dict_loader import load
+
+logger = logging.getLogger(__name__)
+
+_MAY_LEAVE_OUT = ("allow_partial_load", "ignore_mismatched_sizes", "planner")
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was restored: as ``RestoredStep``, with all that was kept with the checkpoint."""
+
+    step: int
+    user_metadata: Mapping[str, Any]
+    result: LoadResult
+    skipped: dict[int, str]
+
+
+def restore_newest(
+    root: RunRoot,
+    state: Any,
+    number: int | None,
+    group: Mapping[str, Any],
+    options: dict[str, Any],
+    *,
+    read_only: bool,
+) -> Restored | None:
+    """Load a step, or the newest sound one; called on every rank. See ``CheckpointManager.restore``."""
+    candidates, is_coordinator = _agree_on_candidates(root, number, group)
+    skipped: dict[int, str] = {}
+    first_error: CheckpointException | None = None
+    for step in candidates:
+        try:
+            result = load(state, checkpoint_id=root.place_of(step.folder), **group, **options)
+        except CheckpointException as error:
+            if number is not None or not _is_of_the_step(error, options):
+                raise
+            first_error = first_error or error
+            skipped[step.number] = reason = str(error)
+            logger.warning(
+                "%s: step %d cannot be restored; the one before is tried. %s",
+                *(root.place, step.number, reason),
+            )
+            if is_coordinator and not read_only and isinstance(error, IntegrityError) and step.commit:
+                mark_damaged(root.store, step, reason)
+            continue
+        if is_coordinator and step.is_damaged and not read_only:
+            root.forget_damage(step.folder, root.store.names())
+        return Restored(step.number, _kept_with(root, step, group), result, skipped)
+    if first_error is not None:
+        raise first_error
+    if number is not None:
+        raise CheckpointNotFoundError(f"{root.place}: there is no step {number}", path=root.place)
+    return None
+
+
+def _agree_on_candidates(
+    root: RunRoot, number: int | None, group: Mapping[str, Any]
+) -> tuple[list[Step], bool]:
+    """The steps to try, the best first, as rank 0 finds them; and whether this is rank 0."""
+
+    def look() -> list[Step]:
+        found = root.find_steps()
+        if number is not None:
+            step = found.find(number)
+            return [] if step is None else [step]
+        for step in found:
+            if step.is_damaged:
+                logger.warning("%s: step %d is known to be damaged, and not tried", root.place, step.number)
+        return found.usable[::-1]
+
+    with open_exchange(group["process_group"], purpose="restore", no_dist=group["no_dist"]) as exchange:
+        return exchange.share("find the steps", look), exchange.is_coordinator
+
+
+def _kept_with(root: RunRoot, step: Step, group: Mapping[str, Any]) -> dict[str, Any]:
+    with open_exchange(group["process_group"], purpose="restore", no_dist=group["no_dist"]) as exchange:
+        return exchange.share("read what was kept", lambda: read_user_metadata(root.open_step(step.folder)))
+
+
+def _is_of_the_step(error: CheckpointException, options: Mapping[str, Any]) -> bool:
+    """Whether a load failed because of the checkpoint, so that another one may do; and the state is not mixed."""
+    is_damage = isinstance(error, IntegrityError | CheckpointNotFoundError) and not isinstance(
+        error, UnsafeMetadataError
+    )
+    is_unreadable = isinstance(error, OSError) and error.errno == errno.EIO
+    if not is_damage and not is_unreadable:
+        return False
+    return error.step != "read" or not any(map(options.get, _MAY_LEAVE_OUT))

@@ -1,0 +1,151 @@
+"""Deletes the steps of a run that a policy does not keep.
+
+What is never deleted: the newest step that is complete and has all its files, what is pinned, what is not
+complete, and what is known to be damaged. Before anything is deleted the files of the newest step are
+compared with its metadata: names and sizes, not every byte.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast._format.manifest import file_sizes_in
+from holdfast._format.metadata_file import split
+from holdfast._format.names import METADATA
+from holdfast._format.torch_manifest import manifest_of_torch
+from holdfast._format.torch_pickle import read_torch_metadata
+from holdfast._io.store import ByteStore, FileSource
+from holdfast._steps.policies import KeepPolicy, policies_in, steps_to_delete
+from holdfast._steps.root_files import damaged_name
+from holdfast._steps.run_root import RunRoot
+from holdfast._steps.step_deletion import MOST_METADATA, delete_step, finish_deletion
+from holdfast._steps.step_list import Step, StepList
+from holdfast._steps.step_metadata import facts_of
+from holdfast.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PrunePlan:
+    """What a policy means for the steps that there are.
+
+    Attributes:
+        found: All steps.
+        kept: The complete and sound ones that stay, the newest last.
+        doomed: Those to delete, the oldest first.
+    """
+
+    found: StepList
+    kept: tuple[Step, ...]
+    doomed: tuple[Step, ...]
+
+
+@dataclass
+class Pruning:
+    """Prunes one root, any number of times.
+
+    Attributes:
+        root: The root.
+        keep: What is kept.
+        failed: How many deletions have failed so far. They are tried again the next time.
+    """
+
+    root: RunRoot
+    keep: KeepPolicy
+    failed: int = 0
+
+    def plan(self) -> PrunePlan:
+        """Look at the root, and decide. Changes nothing."""
+        found = self.root.find_steps()
+        usable = found.usable
+        while usable and self._problem_of(usable[-1]) is not None:
+            usable.pop()
+        needs_metrics = any(getattr(part, "needs_metrics", False) for part in policies_in(self.keep))
+        metadata = self.root.metadata.of(usable, found.files) if needs_metrics else {}
+        doomed = set(steps_to_delete(self.keep, facts_of(usable, metadata)))
+        return PrunePlan(
+            found,
+            tuple(step for step in usable if step.number not in doomed),
+            tuple(step for step in usable if step.number in doomed),
+        )
+
+    def _problem_of(self, step: Step) -> str | None:
+        """Why a step is not whole; None if it is."""
+        problem = find_problem(self.root.open_step(step.folder))
+        if problem is not None:
+            logger.warning(
+                "%s/%s: is not whole, counts for nothing, and stays where it is: %s",
+                *(self.root.store.url, step.folder, problem),
+            )
+        return problem
+
+    def run(self, is_over: Callable[[], bool] = lambda: False) -> list[int]:
+        """Finish deletions that were cut off, then delete what is not kept, one step after the other.
+
+        A step that cannot be deleted is logged, and tried again the next time; the others go on.
+
+        Args:
+            is_over: Asked before each step whether to stop.
+
+        Returns:
+            The steps that were deleted.
+        """
+        plan = self.plan()
+        for folder in sorted(plan.found.deleting):
+            if not is_over():
+                self._attempt(folder, None)
+        deleted = [step.number for step in plan.doomed if not is_over() and self._attempt(step.folder, step)]
+        self.root.metadata.write_index(self.root.store, plan.kept)
+        return deleted
+
+    def _attempt(self, folder: str, step: Step | None) -> bool:
+        """Delete a step, or, without one, finish a deletion; returns whether that was done."""
+        store = self.root.store
+        try:
+            place = self.root.open_step(folder)
+            if step is not None:
+                return delete_step(store, place, step)
+            finish_deletion(store, place, folder)
+        except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
+            self.failed += 1
+            logger.warning(
+                "%s/%s could not be deleted now: %s. It is tried again at the next prune.",
+                *(self.root.store.url, folder, error),
+            )
+            return False
+        return True
+
+
+def find_problem(place: FileSource) -> str | None:
+    """What is wrong with a checkpoint, as its metadata and the names and sizes of its files tell; None if
+    nothing is. The files themselves are not read.
+    """
+    path = f"{place.url}/{METADATA}"
+    try:
+        sections = split(place.read(METADATA, max_bytes=MOST_METADATA), path=path)
+        if sections.manifest is not None:
+            expected: dict[str, int | None] = dict(file_sizes_in(sections.manifest, path=path))
+        else:
+            names = manifest_of_torch(read_torch_metadata(sections.pickle, path=path), path=path).file_names
+            expected = dict.fromkeys(names)
+        if not expected or not place.can_list:
+            return None
+        there = place.list()
+    except (CheckpointError, OSError) as error:
+        return str(error)
+    for name, nbytes in expected.items():
+        if name not in there:
+            return f"{name} is missing"
+        if nbytes is not None and there[name] < nbytes:
+            return f"{name} has {there[name]} bytes instead of {nbytes}"
+    return None
+
+
+def mark_damaged(root: ByteStore, step: Step, reason: str) -> None:
+    """Remember that a step is damaged, until it is saved again. A failure is only logged."""
+    assert step.commit is not None
+    try:
+        root.replace(damaged_name(step.folder, step.commit.version), reason.encode(errors="replace")[:4096])
+    except (CheckpointError, OSError) as error:
+        logger.warning("%s: cannot note that %s is damaged: %s", root.url, step.folder, error)

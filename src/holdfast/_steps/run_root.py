@@ -1,0 +1,118 @@
+"""The root of a run: its store, the stores of its steps, and what is known of them."""
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from holdfast._format.names import METADATA
+from holdfast._io.places import local_path, open_place
+from holdfast._io.store import ByteStore
+from holdfast._steps.root_files import (
+    ABANDONED,
+    RUN,
+    marks_of_damage,
+    pinned_name,
+    read_abandoned,
+    read_json,
+    write_json,
+)
+from holdfast._steps.step_list import StepList, describe_steps, find_steps
+from holdfast._steps.step_metadata import StepMetadata
+from holdfast._steps.step_names import StepNames
+
+
+class RunRoot:
+    """The root of a run.
+
+    Args:
+        place: Its path or URL.
+        names: How the folders of its steps are called.
+
+    Attributes:
+        place: The path or URL, without a slash at its end.
+        store: The root as a store.
+        names: How the folders of its steps are called.
+        metadata: What was kept with the steps.
+
+    Raises:
+        UsageError: No store serves such a place.
+    """
+
+    def __init__(self, place: str | os.PathLike[str], names: StepNames) -> None:
+        folder = local_path(place)
+        # A run may change its working directory.
+        self.place = os.path.abspath(folder) if folder is not None else os.fspath(place).rstrip("/")
+        self.store: ByteStore = open_place(self.place)
+        self.names = names
+        self.metadata = StepMetadata(self.store, self.open_step)
+
+    def place_of(self, folder: str) -> str:
+        """The path or URL of a folder."""
+        return f"{self.place.rstrip('/')}/{folder}"
+
+    def open_step(self, folder: str) -> ByteStore:
+        """The store of a folder."""
+        return open_place(self.place_of(folder))
+
+    def find_steps(self) -> StepList:
+        """All steps, by one look at the root."""
+        return find_steps(self.store, self.names)
+
+    def find_newest(self) -> StepList:
+        """The steps as far as needed to know the newest complete one, by few requests.
+
+        On an object store only names are listed, and the newest are asked for one by one until one is
+        complete: all others count as not complete. Elsewhere this is the same as ``find_steps``.
+        """
+        if self.store.traits.looks_below:
+            return self.find_steps()
+        below = self.store.below()
+        folders = below.folders
+        listed = describe_steps(self.store, self.names, below.files, folders)
+        numbers = {step.folder: step.number for step in listed}
+        if ABANDONED in below.files:
+            return self.find_steps()
+        for folder in sorted(numbers, key=numbers.__getitem__, reverse=True):
+            facts = self.open_step(folder).facts(METADATA)
+            if facts is not None:
+                folders[folder] = facts
+                found = describe_steps(self.store, self.names, below.files, folders)
+                if found.usable:
+                    return found
+        return listed
+
+    def abandon_after(self, step: int, found: StepList) -> list[int]:
+        """The run goes back to ``step``: note that all later steps are not its newest ones any more.
+
+        Returns:
+            These steps.
+        """
+        later = [other for other in found if other.commit and other.number > step and not other.is_abandoned]
+        known = read_abandoned(self.store, found.files)
+        here = {other.folder for other in found}
+        known = {folder: version for folder, version in known.items() if folder in here}
+        known |= {other.folder: other.commit.version for other in later if other.commit}
+        self.store.make()
+        write_json(self.store, ABANDONED, known)
+        return [other.number for other in later]
+
+    def pin(self, folder: str) -> None:
+        """Keep a step, whatever the policy says."""
+        self.store.replace(pinned_name(folder), b"")
+
+    def unpin(self, folder: str) -> None:
+        """Leave a step to the policy again."""
+        self.store.delete([pinned_name(folder)])
+
+    def forget_damage(self, folder: str, files: Iterable[str]) -> None:
+        """A step was found to be sound."""
+        self.store.delete(marks_of_damage(folder, files))
+
+    def read_run_metadata(self) -> dict[str, Any]:
+        """What was kept of the run."""
+        return read_json(self.store, RUN)
+
+    def write_run_metadata(self, values: dict[str, Any]) -> None:
+        """Keep something of the run."""
+        self.store.make()
+        write_json(self.store, RUN, values)

@@ -1,0 +1,604 @@
+"""The checkpoints of a run: saved when they should be, kept as long as they should be, and found again.
+
+Policies are small frozen values that are joined with ``|``:
+
+========================  ===========================================================================
+``keep=``                 what is kept
+========================  ===========================================================================
+``Last(3)``               the newest 3
+``Every(1000)``           multiples of 1000; ``nearest=True``: the first step at or after each
+``Every("6h")``           one in six hours
+``Best(2, "loss")``       the 2 with the lowest loss; ``highest=True``: with the highest value
+``Within("24h")``         what was saved in the 24 hours before the newest
+``Steps({10, 100})``      these
+``Pinned()``              what ``pin`` was called for, which every manager keeps
+``All()``                 everything: the default
+========================  ===========================================================================
+
+========================  ===========================================================================
+``when=``                 when ``should_save`` says yes
+========================  ===========================================================================
+``EverySteps(500)``       at multiples of 500
+``EverySeconds(600)``     600 seconds after the last save began
+``Continuous(60)``        when the last save is durable, and began 60 seconds ago or earlier
+``Steps({10, 100})``      at these
+``First()``, ``Last()``   at the first step of a new run; at the step that is called the last
+``Preempted()``           when SIGTERM has come to any rank; then ``should_stop`` is True
+========================  ===========================================================================
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from typing_extensions import Self
+
+from holdfast._background.save_future import SaveFuture
+from holdfast._background.staged_copy import prepare_staging
+from holdfast._engine.stateful_objects import open_states
+from holdfast._manager.background_pruning import BackgroundPruning
+from holdfast._manager.preemption_notice import PreemptionNotice
+from holdfast._manager.restoring import restore_newest
+from holdfast._manager.step_agreement import Reasons, StepAgreement
+from holdfast._manager.update_guard import UpdateGuard
+from holdfast._ranks.group_exchange import open_exchange
+from holdfast._steps.policies import (
+    All,
+    AnyOf,
+    Best,
+    Continuous,
+    Every,
+    EverySeconds,
+    EverySteps,
+    First,
+    KeepPolicy,
+    Last,
+    Pinned,
+    Preempted,
+    SaveMoment,
+    StepFacts,
+    Steps,
+    WhenPolicy,
+    Within,
+    check_policy,
+    policies_in,
+)
+from holdfast._steps.pruning import Pruning
+from holdfast._steps.run_root import RunRoot
+from holdfast._steps.step_list import Step, StepList
+from holdfast._steps.step_metadata import METRICS, STEP, USER, facts_of
+from holdfast._steps.step_names import DEFAULT_NAME, StepNames
+from holdfast._writer_process.client import start_writer_process
+from holdfast.errors import CheckpointError, CheckpointNotFoundError, UsageError
+from holdfast.load_result import LoadResult
+from holdfast.metadata import Metadata
+from holdfast.staging import DefaultStager
+from holdfast.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save, save
+
+__all__ = [
+    "All",
+    "AnyOf",
+    "Best",
+    "CheckpointManager",
+    "Continuous",
+    "Every",
+    "EverySeconds",
+    "EverySteps",
+    "First",
+    "KeepPolicy",
+    "Last",
+    "Pinned",
+    "Preempted",
+    "RestoredStep",
+    "StepFacts",
+    "Steps",
+    "WhenPolicy",
+    "Within",
+]
+
+logger = logging.getLogger(__name__)
+
+_TIME, _PREEMPTED = "time", "preempted"
+
+
+@dataclass(frozen=True)
+class RestoredStep:
+    """What ``restore`` has loaded.
+
+    Attributes:
+        step: The step.
+        metrics: The metrics that it was saved with.
+        metadata: The metadata that it was saved with.
+        result: What the load did.
+        skipped: Newer steps that are damaged or incomplete, each with the reason.
+    """
+
+    step: int
+    metrics: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+    result: LoadResult
+    skipped: Mapping[int, str]
+
+
+class CheckpointManager:
+    """Saves, finds, restores and deletes the checkpoints of one run, each in a folder of its own below a root.
+
+    What is promised:
+
+    - The newest complete checkpoint is never deleted. What is not complete, or known to be damaged, counts
+    for
+      nothing and is left where it is. A crash at any instant of a save or deletion leaves this true.
+    - Deleting is done in a thread on rank 0, and no save waits for it.
+    - All ranks decide alike: ``should_save`` returns the same on every rank for a step.
+    - A run that goes back to an earlier step is told so in the log, and goes on from there: from its first
+    save
+      on, ``latest`` is a step of the new run, though the old one had higher numbers.
+
+    It must be made on every rank of the group, and ``save``, ``async_save``, ``restore`` and ``should_save``
+    must be called on every rank. All other methods work on any one rank.
+
+    Args:
+        root: The folder or URL below which steps are saved. It need not exist.
+        keep: Which steps are kept; everything by default.
+        when: When ``should_save`` says yes; by default always.
+        name: How the folder of a step is called: ``"step-{step}"`` as torchtitan, ``"checkpoint-{step}"`` as
+            transformers, ``"{step}"`` as Orbax; ``"{step:08d}"`` for leading zeros.
+        process_group: The ranks that save together; by default all.
+        no_dist: This process works alone, whatever groups there are.
+        metadata: Something to keep of the run, as JSON; see ``run_metadata``.
+        read_only: Only look and restore: nothing in the root is changed.
+        overlap_staging: ``async_save`` returns while large tensors are still being copied. Then everything
+        that
+            changes the state must stand in ``with manager.updating():``.
+        async_checkpointer_type: Where ``async_save`` does its work.
+
+    Raises:
+        UsageError: The arguments make no sense together.
+        CheckpointException: The root cannot be read; the same on every rank.
+
+    Example:
+        >>> with CheckpointManager("run", keep=Last(3) | Best(1, "loss"), when=EverySteps(500)) as manager:
+        ...     restored = manager.restore(state)
+        ...     for step in range(restored.step + 1 if restored else 0, 10_000):
+        ...         loss = train_step()
+        ...         if manager.should_save(step):
+        ...             manager.async_save(step, state, metrics={"loss": loss})
+        ...         if manager.should_stop:
+        ...             break
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep: KeepPolicy | None = None,
+        when: WhenPolicy | None = None,
+        name: str = DEFAULT_NAME,
+        process_group: dist.ProcessGroup | None = None,
+        no_dist: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+        read_only: bool = False,
+        overlap_staging: bool = False,
+        async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+    ) -> None:
+        keep = All() if keep is None else keep
+        check_policy(keep, KeepPolicy, "keep")
+        if when is not None:
+            check_policy(when, WhenPolicy, "when")
+        self.read_only = read_only
+        self._root = RunRoot(root, StepNames(name))
+        self._when = when
+        self._group: dict[str, Any] = {"process_group": process_group, "no_dist": no_dist}
+        self._type = AsyncCheckpointerType(async_checkpointer_type)
+        self._stager = DefaultStager(overlap_host=True) if overlap_staging else None
+        self._guard = UpdateGuard()
+        self._saving: SaveFuture | None = None
+        self._newest, self._is_coordinator = self._open(metadata)
+        self._begun_step: int | None = None
+        self._begun_at = time.monotonic()
+        self._boundary = (-1, 0)
+        self._is_first = self._newest is None
+        self._time_is_asked_for = False
+        self._stop = False
+        self._pruning = Pruning(self._root, keep)
+        self._background = BackgroundPruning(self._pruning)
+        self._notice: PreemptionNotice | None = None
+        self._agreement = self._make_agreement()
+
+    def _open(self, metadata: Mapping[str, Any] | None) -> tuple[int | None, bool]:
+        """The newest step, as rank 0 finds it, and whether this is that rank."""
+
+        def look() -> int | None:
+            if metadata is not None and not self.read_only:
+                self._root.write_run_metadata(dict(metadata))
+            usable = self._root.find_newest().usable
+            return usable[-1].number if usable else None
+
+        with open_exchange(
+            self._group["process_group"], purpose="CheckpointManager", no_dist=self._group["no_dist"]
+        ) as exchange:
+            return exchange.share("open the root", look), exchange.is_coordinator
+
+    def _make_agreement(self) -> StepAgreement | None:
+        parts = () if self._when is None or self.read_only else policies_in(self._when)
+        self._timed = [part for part in parts if isinstance(part, EverySeconds | Continuous)]
+        signals = [number for part in parts if isinstance(part, Preempted) for number in part.signals]
+        if signals:
+            self._notice = PreemptionNotice(signals)
+        if not signals and not self._timed:
+            return None
+        return StepAgreement(self._group["process_group"], self._reasons, no_dist=self._group["no_dist"])
+
+    def _reasons(self) -> Reasons:
+        """Why this rank wants a save that the others do not know of. Called from a thread, too."""
+        found = set()
+        if self._notice is not None and self._notice.has_come and not self._stop:
+            found.add(_PREEMPTED)
+        if self._is_coordinator and not self._time_is_asked_for and any(map(self._is_due, self._timed)):
+            self._time_is_asked_for = True
+            found.add(_TIME)
+        return frozenset(found)
+
+    def _is_due(self, policy: EverySeconds | Continuous) -> bool:
+        if isinstance(policy, Continuous) and self._saving is not None and not self._saving.done():
+            return False
+        return time.monotonic() - self._begun_at >= policy.seconds
+
+    # Deciding.
+
+    def should_save(self, step: int, *, last: bool = False) -> bool:
+        """Whether to save this step: the same on every rank. To be called once after each step, on all ranks.
+
+        It costs about a microsecond, and no message, unless ranks have to agree because of a time or a
+        signal. A step that was just saved is not to be saved again.
+
+        Args:
+            step: The step.
+            last: Whether it is the last one of the run, for ``when=Last()``.
+        """
+        reasons = self._reach((step, 0))
+        if self.read_only or step == self._begun_step:
+            return False
+        moment = SaveMoment(step, self._is_first, last)
+        self._is_first = False
+        return bool(reasons) or self._when is None or self._when.wants(moment)
+
+    def poll(self) -> bool:
+        """For loops without steps, such as an evaluation: whether the run is to end, the same on every rank.
+
+        To be called on all ranks, equally often. If it is True, leave the loop and save; ``should_save`` of
+        the next step is True, too.
+        """
+        self._reach((self._boundary[0], self._boundary[1] + 1))
+        return self._stop
+
+    def _reach(self, boundary: tuple[int, int]) -> Reasons:
+        self._boundary = boundary
+        if self._agreement is None:
+            return frozenset()
+        reasons = self._agreement.reach(boundary)
+        if reasons:
+            if _PREEMPTED in reasons and not self._stop:
+                self._stop = True
+                logger.warning("the run is to end: a signal of pre-emption came to some rank")
+            self._time_is_asked_for = False
+        if self._stop and self._begun_step != boundary[0]:
+            # A poll may have been told first: the next step is saved all the same.
+            return frozenset([_PREEMPTED])
+        return reasons
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether a signal of pre-emption has come to some rank, and the step to save at was reached.
+
+        It becomes True in ``should_save`` or ``poll``, at the same call on every rank. Save, and end.
+        """
+        return self._stop
+
+    # Saving.
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Metadata:
+        """Save a step, on every rank. When it returns the checkpoint is durable.
+
+        A step that exists is replaced: until then the old one is there, whole.
+
+        Args:
+            step: The step.
+            state: What to save: a dict, or a Stateful object such as a ``TrainingState``.
+            metrics: Numbers by name, for ``Best`` and ``best``. They are committed with the checkpoint.
+            metadata: Other plain values to keep with it.
+            options: As for :func:`holdfast.save`.
+
+        Raises:
+            UsageError: The manager is for reading only, or the step is not a number of 0 or more.
+            CheckpointException: As of :func:`holdfast.save`. No other step has been touched.
+        """
+        kept = self._begin(step, metrics, metadata)
+        self.updating().__enter__()
+        result = save(state, checkpoint_id=self._place(step), user_metadata=kept, **self._group, **options)
+        self._committed()
+        return result
+
+    def async_save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> SaveFuture:
+        """Save a step in the background, on every rank. The arguments are those of :meth:`save`.
+
+        It waits for the save before, if that is not done. A failure is raised by the future, or by the next
+        call of a save.
+
+        Returns:
+            The future of :func:`holdfast.async_save`.
+        """
+        kept = self._begin(step, metrics, metadata)
+        self.updating().__enter__()
+        if self._stager is not None:
+            options.setdefault("async_stager", self._stager)
+        made = async_save(
+            state,
+            checkpoint_id=self._place(step),
+            user_metadata=kept,
+            async_checkpointer_type=self._type,
+            **self._group,
+            **options,
+        )
+        future: Any = made.upload_completion if isinstance(made, AsyncSaveResponse) else made
+        self._guard.staging = future.staged
+        self._saving = future
+        future.add_done_callback(self._after_async)
+        saving: SaveFuture = future
+        return saving
+
+    def _begin(
+        self, step: int, metrics: Mapping[str, float] | None, metadata: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        if self.read_only:
+            raise UsageError(f"{self._root.place}: this manager is for reading only (read_only=True)")
+        if type(step) is not int or step < 0:
+            raise UsageError(f"a step is a whole number of 0 or more, not {step!r}", found=step)
+        if self._newest is not None and step < self._newest:
+            self._go_back(step, self._newest)
+        self._newest = self._begun_step = step
+        self._begun_at = time.monotonic()
+        plain = {name: float(value) for name, value in (metrics or {}).items()}
+        return {STEP: step, METRICS: plain, USER: dict(metadata or {})}
+
+    def _go_back(self, step: int, newest: int) -> None:
+        """The run goes back: say so, and remember which steps it has left behind."""
+        if not self._is_coordinator:
+            return
+        try:
+            later = self._root.abandon_after(step, self._root.find_steps())
+        except (CheckpointError, OSError) as error:
+            logger.warning("%s: cannot note that the run went back: %s", self._root.place, error)
+            return
+        logger.warning(
+            "%s: the run goes back: it saves step %d, and had saved step %d. From now on step %d is the newest, "
+            "and these are older, and deleted as keep= says: %s",
+            *(self._root.place, step, newest, step, ", ".join(map(str, later)) or "none"),
+        )
+
+    def _place(self, step: int) -> str:
+        return self._root.place_of(self._root.names.folder(step))
+
+    def _committed(self) -> None:
+        if self._is_coordinator and not isinstance(self._pruning.keep, All):
+            self._background.request()
+
+    def _after_async(self, done: Any) -> None:
+        # Not by exception(), by which its owner is told of a failure.
+        if not done.cancelled() and done._exception is None and not done.skipped:  # noqa: SLF001
+            self._committed()
+
+    def updating(self) -> AbstractContextManager[None]:
+        """A guard for what changes the state: ``with manager.updating(): optimizer.step()``.
+
+        It waits until the copy of the last ``async_save`` is complete, and costs less than a microsecond if
+        it is. Without ``overlap_staging`` copies on the host are always complete.
+        """
+        return self._guard
+
+    def prewarm(self, state: Any) -> None:
+        """Take the memory for the copy of a state now, so that the first ``async_save`` does not have to."""
+        opened, _ = open_states(state)
+        shared = self._type is AsyncCheckpointerType.PROCESS
+        if self._stager is not None:
+            self._stager.prepare(opened)
+        else:
+            prepare_staging(opened, shared=shared)
+        if shared:
+            start_writer_process(wait=False)
+
+    # Finding.
+
+    def steps(self) -> list[int]:
+        """The complete steps in the order of the run, the newest last. Known damage is left out."""
+        return [step.number for step in self._root.find_steps().usable]
+
+    def latest(self) -> int | None:
+        """The newest complete step; None if there is none. On an object store this takes few requests."""
+        usable = self._root.find_newest().usable
+        return usable[-1].number if usable else None
+
+    def best(
+        self, metric: str | Callable[[Mapping[str, Any]], float], *, highest: bool = False
+    ) -> int | None:
+        """The complete step with the lowest, or highest, value of a metric; None if no step has it."""
+        found = self._root.find_steps()
+        ranked = Best(1, metric, highest).sorted(self._facts(found))
+        return ranked[0].number if ranked else None
+
+    def _facts(self, found: StepList) -> list[StepFacts]:
+        usable = found.usable
+        return facts_of(usable, self._root.metadata.of(usable, found.files))
+
+    def metrics(self, step: int) -> Mapping[str, Any]:
+        """The metrics of a step."""
+        return self._kept(step, METRICS)
+
+    def metadata(self, step: int) -> Mapping[str, Any]:
+        """The metadata that a step was saved with."""
+        return self._kept(step, USER)
+
+    def _kept(self, step: int, what: str) -> Mapping[str, Any]:
+        found = self._root.find_steps()
+        known = self._root.metadata.of([self._complete(step, found)], found.files)
+        values: Mapping[str, Any] = known.get(step, {}).get(what, {})
+        return values
+
+    @property
+    def run_metadata(self) -> dict[str, Any]:
+        """What was passed as ``metadata`` to a manager of this root."""
+        return self._root.read_run_metadata()
+
+    def path(self, step: int) -> str:
+        """The path or URL of a step that exists.
+
+        Raises:
+            CheckpointNotFoundError: There is no such step, or it is not complete.
+        """
+        return self._root.place_of(self._complete(step, self._root.find_steps()).folder)
+
+    def _complete(self, number: int, found: StepList) -> Step:
+        step = found.find(number)
+        if step is None or step.commit is None:
+            known = ", ".join(str(other.number) for other in found.usable[-5:]) or "none"
+            raise CheckpointNotFoundError(
+                f"{self._root.place}: there is no complete step {number}; the newest ones: {known}",
+                path=self._root.place,
+            )
+        return step
+
+    def new_steps(self, *, timeout: float | None = None, every: float = 5.0) -> Iterator[int]:
+        """Yield each complete step once, the oldest first, and wait for new ones: for an evaluator.
+
+        A step that was saved again is yielded again. One that is pruned before you restore it is gone: pin
+        it, or keep enough.
+
+        Args:
+            timeout: End after so many seconds without a new step; None: never.
+            every: After how many seconds to look again.
+        """
+        seen: set[tuple[str, str]] = set()
+        waited_since = time.monotonic()
+        while True:
+            for step in self._root.find_steps().usable:
+                key = (step.folder, step.commit.version if step.commit else "")
+                if key not in seen:
+                    seen.add(key)
+                    yield step.number
+                    waited_since = time.monotonic()
+            left = None if timeout is None else timeout - (time.monotonic() - waited_since)
+            if left is not None and left <= 0:
+                return
+            time.sleep(every if left is None else min(every, left))
+
+    # Restoring.
+
+    def restore(self, state: Any, step: int | None = None, **options: Any) -> RestoredStep | None:
+        """Load a step into a state, in place, on every rank.
+
+        Without a step it is the newest one that is complete and sound in what is asked for. One that is
+        damaged is named in the log of every rank, left where it is, and the one before is loaded. Every load
+        fills all of the state, so nothing of the damaged one is left in it. With ``allow_partial_load`` or
+        ``ignore_mismatched_sizes`` this could not be promised: then damage that is found while data is read
+        is raised. A state that does not fit is raised, and no older step is tried.
+
+        Args:
+            state: What to fill: a dict, or a Stateful object.
+            step: The step; None for the newest.
+            options: As for :func:`holdfast.load`.
+
+        Returns:
+            What was loaded. None if there is no complete step, and none was asked for: a first start.
+
+        Raises:
+            CheckpointException: As of :func:`holdfast.load`; if no step is sound, the error of the newest.
+            The
+                state may have been changed then.
+        """
+        outcome = restore_newest(self._root, state, step, self._group, options, read_only=self.read_only)
+        if outcome is None:
+            return None
+        kept = outcome.user_metadata
+        return RestoredStep(
+            outcome.step, kept.get(METRICS, {}), kept.get(USER, {}), outcome.result, outcome.skipped
+        )
+
+    # Keeping.
+
+    def pin(self, step: int) -> None:
+        """Keep a step, whatever the policy says, until ``unpin``.
+
+        Raises:
+            CheckpointNotFoundError: There is no such step.
+        """
+        self._root.pin(self._complete(step, self._root.find_steps()).folder)
+
+    def unpin(self, step: int) -> None:
+        """Leave a step to the policy again."""
+        self._root.unpin(self._complete(step, self._root.find_steps()).folder)
+
+    def prune(self, *, dry_run: bool = False) -> list[int]:
+        """Delete now what the policy does not keep, and return these steps; on other ranks than 0 does nothing.
+
+        Every save asks for it in the background; this is for a policy that has changed.
+
+        Args:
+            dry_run: Only return what would be deleted.
+        """
+        if dry_run:
+            return [step.number for step in self._pruning.plan().doomed]
+        if self.read_only:
+            raise UsageError(f"{self._root.place}: this manager is for reading only (read_only=True)")
+        return self._background.run() if self._is_coordinator else []
+
+    # Ending.
+
+    def wait(self) -> None:
+        """Wait for the last save in the background, and for deletions. Raises if the save failed."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+        self._background.wait()
+
+    def close(self) -> None:
+        """Wait for the last save and for deletions, and free everything. Raises if the save failed."""
+        try:
+            self.wait()
+        finally:
+            self._background.close()
+            if self._agreement is not None:
+                self._agreement.close()
+            if self._notice is not None:
+                self._notice.close()
+            if self._stager is not None:
+                self._stager.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
