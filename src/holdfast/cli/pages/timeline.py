@@ -17,6 +17,10 @@ _LABEL = 0.17
 """The share of the width that the names of ranks take."""
 
 
+_LEAST = 0.05
+"""Seconds that nobody would miss."""
+
+
 class Straggler(NamedTuple):
     """A rank that was much slower than the others in a phase.
 
@@ -36,7 +40,7 @@ class Straggler(NamedTuple):
 def stragglers(record: TransferRecord) -> list[Straggler]:
     """Who was much slower than the others, and where; what cost most comes first.
 
-    Much is half as long again as the median, and a tenth of the whole time above it.
+    Much is half as long again as the median, and above it by a tenth of the whole time and 50 milliseconds.
     """
     if record.world_size < 2:
         return []
@@ -49,7 +53,7 @@ def stragglers(record: TransferRecord) -> list[Straggler]:
         if phase.name in medians
         and phase.name != "commit"
         and phase.busy > 1.5 * medians[phase.name]
-        and phase.busy - medians[phase.name] > 0.1 * record.seconds
+        and phase.busy - medians[phase.name] > max(0.1 * record.seconds, _LEAST)
     ]
     return sorted(slow, key=lambda one: one.median - one.seconds)
 

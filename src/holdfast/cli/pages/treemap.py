@@ -99,7 +99,7 @@ def _draw(node: Node, above: str, headed: str, place: _Place, colour: str) -> li
         place: Where it is drawn.
         colour: Its class.
     """
-    steps, last = _steps_down(node, nearly_all=0.999)
+    steps, last = _steps_down(node, nearly_all=0.99)
     name = f"{above}{node.label}"
     parts = _parts(last)
     if len(parts) < 2 or place.area < _SMALLEST * len(parts):
