@@ -127,7 +127,7 @@ class RestoredStep:
 
 
 class CheckpointManager:
-    """Saves, finds, restores and deletes the checkpoints of one run, each in a folder of its own below a root.
+    """Saves, finds, restores and deletes the checkpoints of one run, each in its own folder below a root.
 
     What is promised:
 
@@ -205,7 +205,7 @@ class CheckpointManager:
         self._boundary = (-1, 0)
         self._is_first = self._newest is None
         self._time_is_asked_for = False
-        self._stop = False
+        self._stop = self._is_closed = False
         self._pruning = Pruning(self._root, keep)
         self._background = BackgroundPruning(self._pruning)
         self._notice: PreemptionNotice | None = None
@@ -324,12 +324,17 @@ class CheckpointManager:
             options: As for :func:`holdfast.save`.
 
         Raises:
-            UsageError: The manager is for reading only, or the step is not a number of 0 or more.
+            UsageError: The manager is for reading only or closed, or the step is not a number of 0 or more.
             CheckpointException: As of :func:`holdfast.save`. No other step has been touched.
         """
+        newest = self._newest
         kept = self._begin(step, metrics, metadata)
-        self.updating().__enter__()
-        result = save(state, checkpoint_id=self._place(step), user_metadata=kept, **self._group, **options)
+        place = self._root.place_of(self._root.names.folder(step))
+        try:
+            result = save(state, checkpoint_id=place, user_metadata=kept, **self._group, **options)
+        except BaseException:
+            self._failed(newest)
+            raise
         self._committed()
         return result
 
@@ -350,22 +355,21 @@ class CheckpointManager:
         Returns:
             The future of :func:`holdfast.async_save`.
         """
+        newest = self._newest
         kept = self._begin(step, metrics, metadata)
-        self.updating().__enter__()
+        place = self._root.place_of(self._root.names.folder(step))
         if self._stager is not None:
             options.setdefault("async_stager", self._stager)
-        made = async_save(
-            state,
-            checkpoint_id=self._place(step),
-            user_metadata=kept,
-            async_checkpointer_type=self._type,
-            **self._group,
-            **options,
-        )
+        options.setdefault("async_checkpointer_type", self._type)
+        try:
+            made = async_save(state, checkpoint_id=place, user_metadata=kept, **self._group, **options)
+        except BaseException:
+            self._failed(newest)
+            raise
         future: Any = made.upload_completion if isinstance(made, AsyncSaveResponse) else made
         self._guard.staging = future.staged
         self._saving = future
-        future.add_done_callback(self._after_async)
+        future.add_done_callback(lambda done: self._after_async(done, newest))
         saving: SaveFuture = future
         return saving
 
@@ -374,10 +378,14 @@ class CheckpointManager:
     ) -> dict[str, Any]:
         if self.read_only:
             raise UsageError(f"{self._root.place}: this manager is for reading only (read_only=True)")
+        if self._is_closed:
+            raise UsageError(f"{self._root.place}: this manager is closed: make another one")
         if type(step) is not int or step < 0:
             raise UsageError(f"a step is a whole number of 0 or more, not {step!r}", found=step)
         if self._newest is not None and step < self._newest:
             self._go_back(step, self._newest)
+        with self._guard:
+            self._saving = None
         self._newest = self._begun_step = step
         self._begun_at = time.monotonic()
         plain = {name: float(value) for name, value in (metrics or {}).items()}
@@ -393,21 +401,24 @@ class CheckpointManager:
             logger.warning("%s: cannot note that the run went back: %s", self._root.place, error)
             return
         logger.warning(
-            "%s: the run goes back: it saves step %d, and had saved step %d. From now on step %d is the newest, "
-            "and these are older, and deleted as keep= says: %s",
+            "%s: the run goes back: it saves step %d, and had saved step %d. From now on step %d is the "
+            "newest, and these are older, and deleted as keep= says: %s",
             *(self._root.place, step, newest, step, ", ".join(map(str, later)) or "none"),
         )
-
-    def _place(self, step: int) -> str:
-        return self._root.place_of(self._root.names.folder(step))
 
     def _committed(self) -> None:
         if self._is_coordinator and not isinstance(self._pruning.keep, All):
             self._background.request()
 
-    def _after_async(self, done: Any) -> None:
+    def _failed(self, newest: int | None) -> None:
+        """A save has failed: the step before is the newest again, and the same step may be saved again."""
+        self._newest, self._begun_step = newest, None
+
+    def _after_async(self, done: Any, newest: int | None) -> None:
         # Not by exception(), by which its owner is told of a failure.
-        if not done.cancelled() and done._exception is None and not done.skipped:  # noqa: SLF001
+        if done.cancelled() or done._exception is not None or done.skipped:  # noqa: SLF001
+            self._failed(newest)
+        else:
             self._committed()
 
     def updating(self) -> AbstractContextManager[None]:
@@ -560,7 +571,7 @@ class CheckpointManager:
         self._root.unpin(self._complete(step, self._root.find_steps()).folder)
 
     def prune(self, *, dry_run: bool = False) -> list[int]:
-        """Delete now what the policy does not keep, and return these steps; on other ranks than 0 does nothing.
+        """Delete now what the policy does not keep, and return these steps. Only rank 0 does anything.
 
         Every save asks for it in the background; this is for a policy that has changed.
 
@@ -587,6 +598,7 @@ class CheckpointManager:
         try:
             self.wait()
         finally:
+            self._is_closed = True
             self._background.close()
             if self._agreement is not None:
                 self._agreement.close()

@@ -228,7 +228,7 @@ def encode_user_metadata(values: Mapping[str, Any] | None) -> bytes:
         msgspec.msgpack.decode(data, type=dict[str, Any])
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise UsageError(
-            "user_metadata must be a dict of names with plain values (numbers, strings, bytes, lists, dicts): "
+            "user_metadata must be a dict of names with plain values (numbers, text, bytes, lists, dicts): "
             f"{error}"
         ) from error
     if len(data) > MOST_USER_BYTES:

@@ -15,7 +15,6 @@ from holdfast.errors import (
     CheckpointException,
     CheckpointNotFoundError,
     IntegrityError,
-    UnsafeMetadataError,
 )
 from holdfast.load_result import LoadResult
 from holdfast.state_dict_loader import load
@@ -98,10 +97,8 @@ def _kept_with(root: RunRoot, step: Step, group: Mapping[str, Any]) -> dict[str,
 
 
 def _is_of_the_step(error: CheckpointException, options: Mapping[str, Any]) -> bool:
-    """Whether a load failed because of the checkpoint, so that another one may do; and the state is not mixed."""
-    is_damage = isinstance(error, IntegrityError | CheckpointNotFoundError) and not isinstance(
-        error, UnsafeMetadataError
-    )
+    """Whether another step may do: the load failed because of this one, and the state will not be mixed."""
+    is_damage = isinstance(error, IntegrityError | CheckpointNotFoundError)
     is_unreadable = isinstance(error, OSError) and error.errno == errno.EIO
     if not is_damage and not is_unreadable:
         return False

@@ -1,6 +1,7 @@
 """The command ``holdfast``: looks into checkpoints, checks, compares and copies them.
 
-Results go to stdout, errors to stderr in one line. No command but ``cp`` changes anything on disk.
+Results go to stdout, errors to stderr in one line. Only ``cp``, ``prune`` and ``clean`` change
+anything on disk.
 """
 
 import argparse

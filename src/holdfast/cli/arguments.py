@@ -126,6 +126,40 @@ examples:
 """
 
 
+_STEPS = """\
+List the steps of a run, the newest last: the checkpoints in the folders of ROOT, whoever wrote them. Only
+the root is looked at, and no file of a checkpoint is read unless you ask for metrics.
+"""
+
+_STEPS_EXAMPLES = """\
+examples:
+  holdfast steps run
+  holdfast steps s3://bucket/run --metrics
+  holdfast steps run --json | jq '.steps[] | select(.state == "complete") | .step'
+"""
+
+_PRUNE = """\
+Delete the steps of a run that none of the options keeps. Never deleted are the newest step that is whole,
+pinned steps, and what is not complete or known to be damaged. Deletions that were cut off are finished.
+"""
+
+_PRUNE_EXAMPLES = """\
+examples:
+  holdfast prune run --last 3 --every 1000 --dry-run
+  holdfast prune s3://bucket/run --last 2 --best 3 --metric loss
+"""
+
+_CLEAN = """\
+Remove what killed saves have left in a checkpoint's folder, or in all folders of a run, and finish deletions
+that were cut off. Only files go that a lease shows to be a dead save's. Needs torch.
+"""
+
+_CLEAN_EXAMPLES = """\
+examples:
+  holdfast clean run
+  holdfast clean run/step-1000 --dry-run
+"""
+
 _COMPLETION = """\
 Print a script by which a shell completes the commands and options of holdfast.
 """
@@ -155,6 +189,10 @@ def make_parser() -> argparse.ArgumentParser:
     _add_cp(_command(commands, "cp", "copy it to another place, checked", _CP, _CP_EXAMPLES))
     _add_diff(_command(commands, "diff", "compare it with another one", _DIFF, _DIFF_EXAMPLES))
     _add_bench(_command(commands, "bench", "how fast a storage is", _BENCH, _BENCH_EXAMPLES))
+    _add_steps(_command(commands, "steps", "the steps of a run", _STEPS, _STEPS_EXAMPLES, root=True))
+    _add_prune(_command(commands, "prune", "delete steps of a run", _PRUNE, _PRUNE_EXAMPLES, root=True))
+    clean = _command(commands, "clean", "remove what killed saves left", _CLEAN, _CLEAN_EXAMPLES, root=True)
+    clean.add_argument("--dry-run", action="store_true", help="only tell what would be removed")
     completion = _bare_command(
         commands, "completion", "completion of words by the shell", _COMPLETION, _COMPLETION_EXAMPLES
     )
@@ -168,10 +206,15 @@ def _command(
     summary: str,
     about: str,
     examples: str,
+    *,
+    root: bool = False,
 ) -> argparse.ArgumentParser:
-    """A command on one checkpoint."""
+    """A command on one checkpoint, or on the root of a run."""
     parser = _bare_command(commands, name, summary, about, examples)
-    parser.add_argument("path", metavar="PATH", help=_PATH_HELP)
+    if root:
+        parser.add_argument("path", metavar="ROOT", help="the folder or URL that the steps of a run are in")
+    else:
+        parser.add_argument("path", metavar="PATH", help=_PATH_HELP)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
 
@@ -242,6 +285,33 @@ def _add_cp(parser: argparse.ArgumentParser) -> None:
 def _add_diff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("other", metavar="OTHER", help="the checkpoint to compare with")
     parser.add_argument("-q", "--quiet", action="store_true", help="print nothing: the exit code tells")
+
+
+def _add_steps(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--metrics", action="store_true", help="show the metrics that steps were saved with")
+    _add_name(parser)
+
+
+def _add_prune(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--last", type=_positive, metavar="N", help="keep the newest N")
+    parser.add_argument("--every", type=_positive, metavar="N", help="keep multiples of N")
+    parser.add_argument("--within", metavar="TIME", help="keep what was saved in this time before the newest")
+    parser.add_argument("--steps", type=_numbers, metavar="A,B,...", help="keep these")
+    parser.add_argument("--best", type=_positive, metavar="N", help="keep the best N; needs --metric")
+    parser.add_argument("--metric", metavar="NAME", help="the metric for --best; the lowest is the best")
+    parser.add_argument("--highest", action="store_true", help="the highest metric is the best")
+    parser.add_argument("--dry-run", action="store_true", help="only tell what would be deleted")
+    _add_name(parser)
+
+
+def _add_name(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--name", metavar="FORM", help="how folders are called, as step-{step}; default: as most of them are"
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:

@@ -2,10 +2,10 @@
 
 from holdfast.errors import IntegrityError, UnsafeMetadataError
 
-__all__ = ["DAMAGED", "FINE", "INTERRUPTED", "NOBODY_READS", "UNREADABLE", "exit_code"]
+__all__ = ["DAMAGED", "FINE", "INTERRUPTED", "NOBODY_READS", "UNREADABLE", "WRONG_USAGE", "exit_code"]
 
-FINE, DAMAGED, UNREADABLE = 0, 1, 3
-"""2 is wrong usage, and argparse's."""
+FINE, DAMAGED, WRONG_USAGE, UNREADABLE = 0, 1, 2, 3
+"""Wrong usage is mostly told by argparse."""
 
 # As a shell reports a program that was ended by SIGINT or SIGPIPE.
 INTERRUPTED, NOBODY_READS = 130, 141

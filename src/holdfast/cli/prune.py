@@ -1,0 +1,53 @@
+"""``holdfast prune``: deletes the steps of a run that no policy keeps."""
+
+import argparse
+import sys
+from functools import reduce
+from operator import or_
+from typing import Any
+
+from holdfast._steps.policies import Best, Every, KeepPolicy, Last, Steps, Within
+from holdfast._steps.pruning import Pruning
+from holdfast.cli.exit_codes import FINE, UNREADABLE, WRONG_USAGE
+from holdfast.cli.run_steps import open_root
+from holdfast.cli.text import counted, printable, write_json, write_lines
+from holdfast.errors import UsageError
+
+__all__ = ["run"]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Delete, or with --dry-run only tell; returns the exit code."""
+    try:
+        policy = _policy(arguments)
+    except UsageError as error:
+        print("holdfast:", error, file=sys.stderr)
+        return WRONG_USAGE
+    pruning = Pruning(open_root(arguments.path, arguments.name), policy)
+    plan = pruning.plan()
+    doomed = [step.number for step in plan.doomed]
+    deleted = doomed if arguments.dry_run else pruning.run()
+    if arguments.json:
+        kept = [step.number for step in plan.kept]
+        document: dict[str, Any] = {"path": arguments.path, "dry_run": arguments.dry_run, "kept": kept}
+        write_json({"schema": "holdfast.prune/1", **document, "deleted": deleted})
+    else:
+        verb = "would delete" if arguments.dry_run else "deleted"
+        names = f": {', '.join(map(str, deleted))}" if deleted else ""
+        what = f"{verb} {counted(len(deleted), 'step')}{names}; {len(plan.kept)} stay"
+        write_lines([f"{printable(arguments.path)}: {what}"])
+    return UNREADABLE if pruning.failed else FINE
+
+
+def _policy(arguments: argparse.Namespace) -> KeepPolicy:
+    if (arguments.best is None) != (arguments.metric is None):
+        raise UsageError("--best and --metric belong together: --best 2 --metric loss")
+    parts: list[KeepPolicy] = []
+    parts += [Last(arguments.last)] if arguments.last else []
+    parts += [Every(arguments.every)] if arguments.every else []
+    parts += [Within(arguments.within)] if arguments.within else []
+    parts += [Steps(arguments.steps)] if arguments.steps else []
+    parts += [Best(arguments.best, arguments.metric, arguments.highest)] if arguments.best else []
+    if not parts:
+        raise UsageError("what is to be kept? Pass --last, --every, --within, --steps or --best")
+    return reduce(or_, parts)
