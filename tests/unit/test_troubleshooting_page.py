@@ -105,7 +105,7 @@ MISTAKES: list[Callable[[Path], object]] = [
     lambda ok: load("nosuch://place", {"a": 1}),
     lambda ok: one_file(),
     lambda ok: holdfast.save({"a": 1}, storage_writer=holdfast.FileSystemWriter(ok, overwrite=False)),
-    lambda ok: holdfast.save({1: torch.ones(1), "1": torch.ones(1)}, checkpoint_id="two"),
+    lambda ok: holdfast.save({"a": {1: torch.ones(1), "1": torch.ones(1)}}, checkpoint_id="two"),
     lambda ok: holdfast.save({"a": lambda: 0}, checkpoint_id="function"),
     lambda ok: FakeRanks(2).run(save_different),
     lambda ok: FakeRanks(2).run(lambda rank: rank.save(state(), storage_writer=FullDisk("full"))),

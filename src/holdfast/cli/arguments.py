@@ -77,7 +77,8 @@ examples:
 _REPORT = """\
 Draw a checkpoint as one HTML page: its size by module, which rank wrote which part of which tensor, dtypes,
 how even files and ranks are, how the save went, and whether it is sound. The page needs no network and can
-be sent to others.
+be sent to others. If PATH has no checkpoint but steps of a run, the page shows the run: sizes, durations and
+metrics of the steps, what is kept and why.
 """
 
 _REPORT_EXAMPLES = """\
@@ -85,6 +86,7 @@ examples:
   holdfast report run/step-1000
   holdfast report run/step-1000 -o step-1000.html --verify
   holdfast report s3://bucket/run/step-1000 -o step-1000.html
+  holdfast report run --last 3 --best 1 --metric loss
 """
 
 
@@ -274,6 +276,9 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
         help="where the page goes; default: report.html, which is replaced",
     )
     parser.add_argument("--verify", action="store_true", help="read every byte, and tell what is damaged")
+    run = parser.add_argument_group("of a run", "which steps are kept, so that the page tells why")
+    _add_keep(run)
+    _add_name(run)
 
 
 def _add_cp(parser: argparse.ArgumentParser) -> None:
@@ -293,6 +298,12 @@ def _add_steps(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_prune(parser: argparse.ArgumentParser) -> None:
+    _add_keep(parser)
+    parser.add_argument("--dry-run", action="store_true", help="only tell what would be deleted")
+    _add_name(parser)
+
+
+def _add_keep(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     parser.add_argument("--last", type=_positive, metavar="N", help="keep the newest N")
     parser.add_argument("--every", type=_positive, metavar="N", help="keep multiples of N")
     parser.add_argument("--within", metavar="TIME", help="keep what was saved in this time before the newest")
@@ -300,11 +311,9 @@ def _add_prune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--best", type=_positive, metavar="N", help="keep the best N; needs --metric")
     parser.add_argument("--metric", metavar="NAME", help="the metric for --best; the lowest is the best")
     parser.add_argument("--highest", action="store_true", help="the highest metric is the best")
-    parser.add_argument("--dry-run", action="store_true", help="only tell what would be deleted")
-    _add_name(parser)
 
 
-def _add_name(parser: argparse.ArgumentParser) -> None:
+def _add_name(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--name", metavar="FORM", help="how folders are called, as step-{step}; default: as most of them are"
     )

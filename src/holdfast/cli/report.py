@@ -1,4 +1,4 @@
-"""``holdfast report``: a checkpoint as one HTML page."""
+"""``holdfast report``: a checkpoint, or the steps of a run, as one HTML page."""
 
 import argparse
 import sys
@@ -8,26 +8,57 @@ from holdfast._contents.opening import Checkpoint, find_checkpoint
 from holdfast.cli.exit_codes import DAMAGED, FINE
 from holdfast.cli.pages.checkpoint_page import Integrity, checkpoint_page
 from holdfast.cli.pages.joined_parts import join_parts
+from holdfast.cli.pages.run_page import run_page
+from holdfast.cli.prune import keep_policy
+from holdfast.cli.run_steps import open_root
+from holdfast.cli.run_summary import RunStep, policy_text, summarize_run
 from holdfast.cli.summary import summarize
 from holdfast.cli.text import Style, printable, size_text, write_json, write_lines
 from holdfast.cli.verify import check_checkpoint, limits, where_text
+from holdfast.errors import CheckpointNotFoundError, UsageError
 
 __all__ = ["run"]
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the page, and return the exit code: damaged if the page tells of damage."""
-    checkpoint = find_checkpoint(arguments.path)
+    try:
+        checkpoint = find_checkpoint(arguments.path)
+    except CheckpointNotFoundError:
+        steps = _steps_below(arguments)
+        if not steps:
+            raise
+        return _report_run(arguments, steps)
     part = join_parts(list(checkpoint.parts()))
     summary = summarize(part, checkpoint.store, checkpoint.store.list())
     wrong = [f"{file['name']}: {file['state']}" for file in summary["files"] if file["state"] != "present"]
     integrity = _verified(checkpoint, arguments) if arguments.verify else Integrity(wrong)
-    # Names of strangers may have halves of characters, which no file can have.
-    page = checkpoint_page(arguments.path, part, summary, integrity).encode("utf-8", "backslashreplace")
-    with open(arguments.output, "wb") as file:
-        file.write(page)
-    _tell(arguments, len(page), integrity)
+    _write(arguments, checkpoint_page(arguments.path, part, summary, integrity), integrity)
     return DAMAGED if integrity.wrong else FINE
+
+
+def _steps_below(arguments: argparse.Namespace) -> list[RunStep]:
+    """The steps of a run whose root was named; none if it is no root."""
+    try:
+        return summarize_run(open_root(arguments.path, arguments.name), keep_policy(arguments))
+    except CheckpointNotFoundError:
+        return []
+
+
+def _report_run(arguments: argparse.Namespace, steps: list[RunStep]) -> int:
+    if arguments.verify:
+        raise UsageError(
+            f"{arguments.path} is a run: --verify is for one checkpoint, such as one of its steps"
+        )
+    policy = keep_policy(arguments)
+    wrong = [
+        f"{one.step.folder}: a restore found it damaged"
+        for one in steps
+        if one.step.commit and one.step.is_damaged
+    ]
+    page = run_page(arguments.path, steps, None if policy is None else policy_text(policy))
+    _write(arguments, page, Integrity(wrong))
+    return DAMAGED if wrong else FINE
 
 
 def _verified(checkpoint: Checkpoint, arguments: argparse.Namespace) -> Integrity:
@@ -41,19 +72,24 @@ def _verified(checkpoint: Checkpoint, arguments: argparse.Namespace) -> Integrit
     )
 
 
-def _tell(arguments: argparse.Namespace, nbytes: int, integrity: Integrity) -> None:
+def _write(arguments: argparse.Namespace, page: str, integrity: Integrity) -> None:
+    """Write the page, and print where it is."""
+    # Names of strangers may have halves of characters, which no file can have.
+    data = page.encode("utf-8", "backslashreplace")
+    with open(arguments.output, "wb") as file:
+        file.write(data)
     if arguments.json:
         write_json(
             {
                 "schema": "holdfast.report/1",
                 "path": arguments.path,
                 "output": arguments.output,
-                "nbytes": nbytes,
+                "nbytes": len(data),
                 "verified": integrity.checked_nbytes is not None,
                 "wrong": integrity.wrong,
             }
         )
         return
     lines = [f"damaged  {printable(one)}" for one in integrity.wrong]
-    lines.append(f"{printable(arguments.path)}: {printable(arguments.output)}, {size_text(nbytes)}")
+    lines.append(f"{printable(arguments.path)}: {printable(arguments.output)}, {size_text(len(data))}")
     write_lines(lines)
