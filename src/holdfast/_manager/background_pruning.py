@@ -1,15 +1,16 @@
 """Prunes in a thread, so that no save waits for a deletion."""
 
 import atexit
-import contextlib
 import logging
 import threading
+import weakref
 
 from holdfast._steps.pruning import Pruning
 
 logger = logging.getLogger(__name__)
 
 _AT_EXIT_SECONDS = 5.0
+_open: "weakref.WeakSet[BackgroundPruning]" = weakref.WeakSet()
 
 
 class BackgroundPruning:
@@ -28,7 +29,7 @@ class BackgroundPruning:
         self._is_wanted = False
         self._is_over = False
         self._thread: threading.Thread | None = None
-        atexit.register(self.close, _AT_EXIT_SECONDS)
+        _open.add(self)
 
     def request(self) -> None:
         """Prune soon. Returns at once."""
@@ -63,9 +64,13 @@ class BackgroundPruning:
 
     def close(self, timeout: float | None = None) -> None:
         """Finish what was asked for, or, after ``timeout`` seconds, the step that is being deleted."""
-        with contextlib.suppress(Exception):
-            atexit.unregister(self.close)
         if not self.wait(timeout):
             self._is_over = True
             self.wait(timeout)
         self._is_over = True
+
+
+@atexit.register
+def _close_all() -> None:
+    for pruning in list(_open):
+        pruning.close(_AT_EXIT_SECONDS)

@@ -1,0 +1,59 @@
+"""Kill -9 at the calls of a save that prunes: the newest step loads, and the next prune goes on."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.kills import run_and_kill
+from tests.support.sweeps import sweep
+
+import holdfast as hf
+from holdfast.manager import CheckpointManager, Last
+
+pytestmark = pytest.mark.slow
+
+
+def state_of(step: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((300,), float(step))}
+
+
+@sweep(stride=23)
+def test_a_kill_at_any_call_of_save_and_prune_leaves_a_newest_step_that_loads(
+    tmp_path: Path, stride: int
+) -> None:
+    original, root = tmp_path / "original", tmp_path / "run"
+    with CheckpointManager(original) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step))
+
+    def save_and_prune() -> None:
+        with CheckpointManager(root, keep=Last(1)) as victim:
+            victim.save(4, state_of(4))
+
+    kill_at, points = 1, list[str]()
+    while True:
+        shutil.copytree(original, root)
+        point = run_and_kill(save_and_prune, kill_at)
+        manager = CheckpointManager(root, keep=Last(1))
+        latest = manager.latest()
+        assert latest in ({4} if point is None else {3, 4}), point
+        state = state_of(0)
+        restored = manager.restore(state)
+        assert restored is not None
+        assert (restored.step, float(state["w"][0]), dict(restored.skipped)) == (latest, latest, {}), point
+        for step in manager.steps():
+            hf.load(state, checkpoint_id=root / f"step-{step}")
+        manager.save(5, state_of(5))
+        manager.close()
+        assert manager.steps() == [5], point
+        left = set(os.listdir(root)) - {".holdfast-index.json", "step-5"}
+        # A save that was killed before its commit is for `holdfast clean`, which knows it to be dead.
+        assert left <= {"step-4"}, point
+        shutil.rmtree(root)
+        if point is None:
+            break
+        points.append(point)
+        kill_at += stride
+    assert len(points) > 100 // stride
