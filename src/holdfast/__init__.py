@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         planner_helpers,
         progress_display,
         quantized_hf_storage,
+        reader,
         records,
         resharding,
         staging,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from holdfast.per_rank import PerRank
     from holdfast.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
     from holdfast.quantized_hf_storage import QuantizedHuggingFaceStorageReader
+    from holdfast.reader import CheckpointView, open  # noqa: A004 - for holdfast.open
     from holdfast.state_dict_loader import load, load_state_dict
     from holdfast.state_dict_saver import async_save, save, save_state_dict
     from holdfast.stateful import Stateful
@@ -71,6 +73,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointException",
     "CheckpointManager",
+    "CheckpointView",
     "ChunkStorageMetadata",
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
@@ -114,11 +117,13 @@ __all__ = [
     "manager",
     "metadata",
     "object_store",
+    "open",
     "optimizer",
     "planner",
     "planner_helpers",
     "progress_display",
     "quantized_hf_storage",
+    "reader",
     "records",
     "resharding",
     "save",
@@ -153,6 +158,7 @@ _HOME = {
         "per_rank": ("PerRank",),
         "planner": ("LoadPlan", "LoadPlanner", "ReadItem", "SavePlan", "SavePlanner", "WriteItem"),
         "quantized_hf_storage": ("QuantizedHuggingFaceStorageReader",),
+        "reader": ("CheckpointView", "open"),
         "state_dict_loader": ("load", "load_state_dict"),
         "state_dict_saver": ("async_save", "save", "save_state_dict"),
         "stateful": ("Stateful",),

@@ -6,6 +6,7 @@
     ├── UsageError(ValueError)                  arguments that make no sense together
     ├── PlanError(ValueError)                   the state and the checkpoint do not fit
     │   ├── MissingKeyError(RuntimeError)
+    │   │   └── UnknownKeyError(KeyError)       a view was asked for a key that is not there
     │   ├── ShapeMismatchError
     │   ├── DtypeMismatchError
     │   └── InvalidPlanError
@@ -67,6 +68,7 @@ __all__ = [
     "StorageError",
     "TruncatedFileError",
     "UnknownExtensionError",
+    "UnknownKeyError",
     "UnsafeMetadataError",
     "UsageError",
     "WrongFolderError",
@@ -116,6 +118,13 @@ class PlanError(CheckpointError, ValueError):
 
 class MissingKeyError(PlanError, RuntimeError):
     """The checkpoint has no such key."""
+
+
+class UnknownKeyError(MissingKeyError, KeyError):
+    """A view of a checkpoint was asked for a key that it does not have."""
+
+    # That of KeyError puts quotes around the message.
+    __str__ = Exception.__str__
 
 
 class ShapeMismatchError(PlanError):

@@ -28,12 +28,12 @@ TREE = """\
 │  └─ state                              278 B
 │     ├─ 0                                 4 B
 │     │  └─ step   float32   []            4 B
-│     └─ (1, 'a')  object                274 B
-├─ blob            object              3.2 KiB
-├─ epoch           object                268 B
+│     └─ (1, 'a')  object                274 B  3
+├─ blob            object              3.2 KiB  b'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...
+├─ epoch           object                268 B  3
 └─ mix                                   292 B
    ├─ [0]          float32   [2]           8 B
-   └─ [1]          object                284 B
+   └─ [1]          object                284 B  'text'
 5 tensors, 2.7 MiB; 4 objects, 4.0 KiB
 """
 
@@ -130,7 +130,8 @@ def test_the_json_of_a_tensor_and_of_an_object(holdfast: Command, originals: Pat
             }
         ],
     }
-    assert set(value) == {"rank", "key", "file", "offset", "stored_nbytes", "transforms"}
+    assert set(value) == {"rank", "key", "file", "offset", "stored_nbytes", "transforms", "value"}
+    assert value["value"] == "text"
     assert document["totals"] == {
         "tensors": 1,
         "tensor_nbytes": 40,

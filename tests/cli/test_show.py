@@ -63,6 +63,7 @@ def test_the_json_has_these_fields(holdfast: Command, originals: Path) -> None:
         *("rank", "written_by", "format", "software", "created", "created_source", "world_size"),
         *("ranks_with_data", "save_id", "checkpoint_id", "torch_readable", "block_size", "transforms"),
         *("tensors", "tensor_nbytes", "chunks", "dtypes", "objects", "object_nbytes", "metadata", "files"),
+        "user_metadata",
     }
     assert part["dtypes"] == [
         {"dtype": "int32", "tensors": 1, "nbytes": 2_800_000},

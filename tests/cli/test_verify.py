@@ -13,7 +13,7 @@ import torch
 from tests.support.checkpoints import data_file, flip_bit, read_manifest, write_manifest
 
 import holdfast as hf
-from holdfast._contents.findings import Report
+from holdfast._contents.findings import Findings
 from holdfast._format import metadata_file
 from holdfast._format.description import column, ints
 from holdfast._format.manifest import Manifest
@@ -284,7 +284,7 @@ def test_more_files_than_a_process_may_open(holdfast: Command, tmp_path: Path) -
 
 
 def test_findings_are_in_the_order_of_the_files() -> None:
-    report = Report()
+    report = Findings()
     for file, offset in (("b", 0), ("a", 9), ("a", 1)):
         report.damage("container", "", file=file, offset=offset, nbytes=1)
     assert [(one.file, one.offset) for one in report.sorted_damages()] == [("a", 1), ("a", 9), ("b", 0)]

@@ -1,26 +1,21 @@
 """Owns reading boxes of stored tensors into memory of the caller, whatever wrote them, without torch."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from holdfast._byte_ranges import USUAL, ByteRange, Thrift, ranges_of
+from holdfast._byte_ranges import ByteRange, ranges_of
 from holdfast._contents.inventory import Ints, TensorEntry
 from holdfast._contents.item_bytes import ItemBytes, ItemFile, naming, read_transformed
+from holdfast._contents.look_rules import LookRules
 from holdfast._format.dtypes import DTYPES
 from holdfast._format.item_table import StorageInfo
 from holdfast._format.torch_item_reader import TensorLayout, read_item_layout
 from holdfast._geometry import Box, cover_of, intersect, row_major_strides, volume
 from holdfast._io.blocks import BLOCK_SIZE, crc32
-from holdfast._io.pool import Cancellation
 from holdfast.errors import ChecksumError, IncompleteCheckpointError, IntegrityError, MetadataFormatError
-from holdfast.extension import ExtensionRegistry
 
 _PIECE = 16 << 20
 """A large run is read in pieces of this, so that several threads share it."""
-
-_LEAN = Thrift(waste=1.1, always_fine=4096)
-"""For a store where a request costs next to nothing."""
 
 
 class Arrays(Protocol):
@@ -42,29 +37,6 @@ class Arrays(Protocol):
             IntegrityError: There is no such tensor in it.
             UsageError: These arrays cannot do that.
         """
-
-
-@dataclass(frozen=True)
-class LookRules:
-    """How items are read for somebody who looks into a checkpoint.
-
-    Attributes:
-        registry: Makes transforms from their descriptors.
-        cancellation: Says that another job failed.
-        verify: Whether checksums are compared.
-        thrift: What may be read besides what is wanted.
-    """
-
-    registry: ExtensionRegistry
-    cancellation: Cancellation
-    verify: bool
-    thrift: Thrift
-
-    @staticmethod
-    def for_store(read_gap_nbytes: int, *, verify: bool, registry: ExtensionRegistry | None) -> "LookRules":
-        """The rules for a store that reads gaps of that many bytes along with what is wanted."""
-        is_far = read_gap_nbytes > USUAL.always_fine // 4
-        return LookRules(registry or ExtensionRegistry(), Cancellation(), verify, USUAL if is_far else _LEAN)
 
 
 class ChunkPart(NamedTuple):

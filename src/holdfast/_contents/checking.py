@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from holdfast._contents.findings import Report
+from holdfast._contents.findings import Findings
 from holdfast._format.description import ints
 from holdfast._format.item_table import StorageInfo
 from holdfast._io.blocks import crc32
@@ -12,7 +12,7 @@ from holdfast._io.file_access import FileReader
 from holdfast._io.store import FileSource
 from holdfast.errors import ChecksumError
 
-__all__ = ["KeyedItem", "holdfast_jobs"]
+__all__ = ["KeyedItem", "holdfast_jobs", "safetensors_jobs"]
 
 # A job's share. Large enough for reads past the page cache, small enough for a bar that moves.
 _PIECE = 8 << 20
@@ -51,7 +51,7 @@ class _File(NamedTuple):
     name: str
     rank: int | None
     block_size: int
-    report: Report
+    report: Findings
 
     def open(self) -> FileReader:
         # Each job opens the file for itself: a checkpoint may have more files than a process may have open.
@@ -71,7 +71,7 @@ def holdfast_jobs(
     *,
     nbytes: int,
     block_size: int,
-    report: Report,
+    report: Findings,
     rank: int | None,
 ) -> Iterator[Job]:
     """Jobs that together check each byte of a file once.
@@ -108,6 +108,20 @@ def holdfast_jobs(
     if batch:
         yield _batch_job(file, batch, begin, at)
     yield from _gap_jobs(file, at, nbytes)
+
+
+def safetensors_jobs(
+    store: FileSource, name: str, items: Iterable[KeyedItem], *, report: Findings
+) -> Iterator[Job]:
+    """Jobs that check the tensors of a safetensors file, as far as checksums are known.
+
+    The header was checked when it was read: checksums belong to a header.
+    """
+    for keyed in sorted(items, key=lambda keyed: keyed.item.offset):
+        if not keyed.item.is_checked:
+            report.leave_unchecked("tensors of a safetensors file that has no checksums")
+            continue
+        yield from _payload_jobs(_File(store, name, None, keyed.item.block_size, report), keyed)
 
 
 def _gap_jobs(file: _File, begin: int, end: int) -> Iterator[Job]:
@@ -149,6 +163,11 @@ def _large_jobs(file: _File, keyed: KeyedItem) -> Iterator[Job]:
         file.report.advance(len(head) + len(tail))
 
     yield check_wrap
+    yield from _payload_jobs(file, keyed)
+
+
+def _payload_jobs(file: _File, keyed: KeyedItem) -> Iterator[Job]:
+    item = keyed.item
     # Cut where blocks end, so that none is read twice.
     step = -(-_PIECE // file.block_size) * file.block_size
     for start in range(0, item.payload_nbytes, step):

@@ -2,26 +2,24 @@
 
 from collections.abc import Callable, Iterator
 
-from holdfast._contents.checking import KeyedItem, holdfast_jobs
+from holdfast._contents.checking import KeyedItem, holdfast_jobs, safetensors_jobs
 from holdfast._contents.checking_torch import TorchItem, torch_jobs
-from holdfast._contents.findings import Report
+from holdfast._contents.findings import Findings
 from holdfast._contents.inventory import Inventory, StoredChunk, TensorEntry
-from holdfast._contents.opening import Checkpoint
 from holdfast._format.item_table import StorageInfo
-from holdfast._format.names import is_leftover, metadata_rank, parse_data_file
 from holdfast._geometry import Box, check_cover
-from holdfast._human_units import shape_text, size_text
+from holdfast._human_units import shape_text
 from holdfast._io.store import FileSource
 
-__all__ = ["part_jobs", "unused_files"]
+__all__ = ["part_jobs"]
 
 Stored = tuple[str, StoredChunk | None, StorageInfo]
 
 
 def part_jobs(
-    store: FileSource, part: Inventory, sizes: dict[str, int], report: Report
+    store: FileSource, part: Inventory, sizes: dict[str, int], report: Findings
 ) -> Iterator[Callable[[], None]]:
-    """Report what metadata and folder alone tell, and make the jobs that read the rest.
+    """Findings what metadata and folder alone tell, and make the jobs that read the rest.
 
     Args:
         store: The checkpoint's folder.
@@ -45,6 +43,9 @@ def part_jobs(
         if part.source == "torch":
             torch_items = [TorchItem(key, item, chunk, dtypes.get(key, "")) for key, chunk, item in present]
             yield from torch_jobs(store, torch_items, report, part.rank)
+        elif part.source == "safetensors":
+            keyed = [KeyedItem(key, item) for key, _, item in present]
+            yield from safetensors_jobs(store, name, keyed, report=report)
         else:
             yield from holdfast_jobs(
                 store,
@@ -58,8 +59,8 @@ def part_jobs(
             )
 
 
-def _check_size(part: Inventory, name: str, size: int | None, items: list[Stored], report: Report) -> None:
-    """Report what is wrong with a file as a whole."""
+def _check_size(part: Inventory, name: str, size: int | None, items: list[Stored], report: Findings) -> None:
+    """Findings what is wrong with a file as a whole."""
     expected = part.files[name]
     if size is None:
         message = "there is no such regular file"
@@ -70,7 +71,7 @@ def _check_size(part: Inventory, name: str, size: int | None, items: list[Stored
         report.damage("file too short", message, file=name, keys=_keys(lost), rank=part.rank)
     elif size > expected:
         message = f"it has {size:,} bytes, expected {expected:,}"
-        if part.source == "holdfast":
+        if part.source in ("holdfast", "safetensors"):
             report.damage(
                 "file too long", message, file=name, offset=expected, nbytes=size - expected, rank=part.rank
             )
@@ -83,7 +84,7 @@ def _keys(items: list[Stored]) -> list[str]:
     return list(dict.fromkeys(key for key, _, _ in items))
 
 
-def _check_entries(part: Inventory, report: Report) -> None:
+def _check_entries(part: Inventory, report: Findings) -> None:
     for key, chunk, item in part.items():
         if item is None:
             where = "" if chunk is None else f"its chunk at {shape_text(chunk.offsets)} "
@@ -96,7 +97,7 @@ def _check_entries(part: Inventory, report: Report) -> None:
         _check_coverage(tensor, report)
 
 
-def _check_coverage(tensor: TensorEntry, report: Report) -> None:
+def _check_coverage(tensor: TensorEntry, report: Findings) -> None:
     chunks = tensor.chunks
     if len(chunks) == 1 and chunks[0].lengths == tensor.shape:
         return
@@ -106,19 +107,3 @@ def _check_coverage(tensor: TensorEntry, report: Report) -> None:
             report.note(f"{tensor.key}: {problem}")
         else:
             report.damage("not covered", f"{problem}", keys=[tensor.key])
-
-
-def unused_files(checkpoint: Checkpoint, parts: list[Inventory], sizes: dict[str, int]) -> Iterator[str]:
-    """A sentence for each file in the folder that looks like a checkpoint's and belongs to none.
-
-    Nothing is said where the metadata could not be read, as nobody knows then what belongs to it.
-    """
-    if len(parts) < len(checkpoint.metadata_names):
-        return
-    used = {name for part in parts for name in part.files} | {name for _, name in checkpoint.metadata_names}
-    for name in sorted(sizes.keys() - used):
-        data = parse_data_file(name)
-        if checkpoint.only_rank is not None and not (data and data.rank == checkpoint.only_rank):
-            continue
-        if data or is_leftover(name) or metadata_rank(name) is not None:
-            yield f"{name} ({size_text(sizes[name])}) is not part of this checkpoint: left by another save"

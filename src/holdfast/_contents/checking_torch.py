@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import IO, Any, NamedTuple
 
-from holdfast._contents.findings import Report
+from holdfast._contents.findings import Findings
 from holdfast._contents.inventory import StoredChunk
 from holdfast._format.dtypes import DTYPES
 from holdfast._format.item_table import StorageInfo
@@ -58,7 +58,7 @@ ReadAt = Callable[[int, int], bytes]
 
 
 def torch_jobs(
-    store: FileSource, items: Iterable[TorchItem], report: Report, rank: int | None
+    store: FileSource, items: Iterable[TorchItem], report: Findings, rank: int | None
 ) -> Iterator[Callable[[], None]]:
     """Jobs that check the items of one file, each a few MiB of them."""
     batch: list[TorchItem] = []
@@ -73,7 +73,7 @@ def torch_jobs(
         yield partial(_check_batch, store, batch, report, rank)
 
 
-def _check_batch(store: FileSource, batch: list[TorchItem], report: Report, rank: int | None) -> None:
+def _check_batch(store: FileSource, batch: list[TorchItem], report: Findings, rank: int | None) -> None:
     with store.open(batch[0].item.relative_path) as reader:
         for stored in batch:
             item = stored.item
@@ -92,7 +92,7 @@ def _check_batch(store: FileSource, batch: list[TorchItem], report: Report, rank
             report.advance(item.length)
 
 
-def _check_item(reader: FileReader, stored: TorchItem, report: Report) -> None:
+def _check_item(reader: FileReader, stored: TorchItem, report: Findings) -> None:
     item = stored.item
     read_at = _range_of(reader, item)
     if item.transform_descriptors:
@@ -121,7 +121,7 @@ def _range_of(reader: FileReader, item: StorageInfo) -> ReadAt:
     return read_at
 
 
-def _check_archive(read_at: ReadAt, nbytes: int, stored: TorchItem, report: Report, path: str) -> None:
+def _check_archive(read_at: ReadAt, nbytes: int, stored: TorchItem, report: Findings, path: str) -> None:
     """Compare every record with its CRC-32, and a tensor's dtype and shape with the metadata.
 
     Raises:
@@ -181,7 +181,7 @@ def _check_layout(read_at: ReadAt, nbytes: int, stored: TorchItem, path: str) ->
         )
 
 
-def _check_transformed(read_at: ReadAt, stored: TorchItem, report: Report, path: str) -> None:
+def _check_transformed(read_at: ReadAt, stored: TorchItem, report: Findings, path: str) -> None:
     item = stored.item
     descriptors = item.transform_descriptors or ()
     try:

@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Damage", "Report", "shortened"]
+from holdfast.errors import IncompleteCheckpointError, IntegrityError, UnsafeMetadataError
+
+__all__ = ["Damage", "Findings", "says_damaged", "shortened"]
 
 
 @dataclass
@@ -33,7 +35,7 @@ class Damage:
     rank: int | None = None
 
 
-class Report:
+class Findings:
     """Collects from any thread.
 
     Attributes:
@@ -104,3 +106,13 @@ def shortened(keys: Iterable[str], most: int = 3) -> str:
     names = list(keys)
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def says_damaged(error: Exception) -> bool:
+    """Whether an error says that a checkpoint is damaged, and not that it cannot be read here at all."""
+    if isinstance(error, IncompleteCheckpointError):
+        return True
+    if isinstance(error, UnsafeMetadataError) or not isinstance(error, IntegrityError):
+        return False
+    # Metadata of a format newer than this program is sound: only then something else was expected.
+    return error.expected is None

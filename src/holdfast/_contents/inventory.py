@@ -1,4 +1,4 @@
-"""One torch-free view of what a checkpoint holds, whoever wrote it: Holdfast or torch."""
+"""One torch-free view of what a checkpoint holds, whatever its format."""
 
 import math
 from collections import Counter
@@ -7,16 +7,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from holdfast._contents.nested_state import Container
 from holdfast._format import metadata_file
 from holdfast._format.description import ints
 from holdfast._format.dtypes import DTYPES
 from holdfast._format.item_table import StorageInfo
-from holdfast._format.manifest import Manifest, decode
-from holdfast._format.paths import decode_paths
+from holdfast._format.manifest import Manifest, decode, decode_user_metadata
+from holdfast._format.paths import decode_containers, decode_paths
 from holdfast._format.stored_record import open_record
 from holdfast._transfer_record import TransferRecord
 
 Ints: TypeAlias = tuple[int, ...]
+Source: TypeAlias = Literal["holdfast", "torch", "torch.save", "safetensors"]
+"""What wrote a checkpoint, and so its format."""
 
 
 class StoredChunk(NamedTuple):
@@ -71,9 +74,10 @@ class Inventory:
         entries: Tensors and objects in the order of the checkpoint.
         files: The data files, each with the size that it must have; for torch's, at least.
         record: What the save did.
+        user_metadata: What the caller of the save wanted to keep with the checkpoint.
     """
 
-    source: Literal["holdfast", "torch"]
+    source: Source
     path: str
     rank: int | None
     nbytes: int
@@ -88,7 +92,9 @@ class Inventory:
     entries: list[TensorEntry | ObjectEntry]
     files: dict[str, int]
     _steps: Any = field(repr=False)
+    _containers: Any = field(default=None, repr=False)
     record: TransferRecord | None = field(default=None, repr=False)
+    user_metadata: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def tensors(self) -> list[TensorEntry]:
@@ -125,6 +131,8 @@ class Inventory:
         if self.source == "holdfast":
             keys = [entry.key for entry in self.entries]
             return decode_paths(keys, self._steps, path=self.path) if self._steps else {}
+        if self.source == "torch.save":
+            return dict(self._steps or {})
         if not isinstance(self._steps, dict):
             return {}
         return {
@@ -132,6 +140,18 @@ class Inventory:
             for key, path in self._steps.items()
             if isinstance(path, tuple) and all(isinstance(step, str | int) for step in path)
         }
+
+    @cached_property
+    def containers(self) -> dict[tuple[Any, ...], Container]:
+        """The containers of the nested state that the paths do not tell, such as empty ones.
+
+        Raises:
+            MetadataFormatError: A manifest has one that cannot be.
+        """
+        if self.source != "holdfast":
+            return dict(self._containers or {})
+        found = decode_containers(self._containers or [], path=self.path)
+        return {where: Container(*what) for where, what in found.items()}
 
 
 def read_inventory(data: bytes | bytearray, *, path: str, rank: int | None = None) -> Inventory:
@@ -159,25 +179,66 @@ def read_inventory(data: bytes | bytearray, *, path: str, rank: int | None = Non
         stored = read_torch_metadata(sections.pickle, path=path)
         manifest = manifest_of_torch(stored, path=path)
         version, steps = stored.version or "", stored.planner_data
-    sizes = zip(manifest.file_names, ints(manifest.file_nbytes, "q"), strict=True)
-    return Inventory(
+    return inventory_of(
+        manifest,
         source="holdfast" if ours else "torch",
         path=path,
         rank=rank,
         nbytes=len(data),
-        format=f"{'holdfast' if ours else 'torch'} {version}".strip(),
+        version=version,
         torch_readable=len(sections.pickle) > 0,
+        steps=steps,
+        containers=manifest.containers if ours else None,
+    )
+
+
+def inventory_of(
+    manifest: Manifest,
+    *,
+    source: Source,
+    path: str,
+    nbytes: int,
+    rank: int | None = None,
+    version: str = "",
+    torch_readable: bool = False,
+    steps: Any = None,
+    containers: Any = None,
+) -> Inventory:
+    """What a manifest says. Those of formats that are not ours lack facts which only ours has.
+
+    Args:
+        manifest: The manifest.
+        source: What wrote the checkpoint.
+        path: The file that the manifest was read or made from.
+        nbytes: The size of that file.
+        rank: The rank in its name, if there is one.
+        version: The version of the format.
+        torch_readable: Whether torch reads the checkpoint.
+        steps: The way to each key, as the format has it.
+        containers: What the ways do not tell, as the format has it.
+    """
+    ours = source == "holdfast"
+    sizes = zip(manifest.file_names, ints(manifest.file_nbytes, "q"), strict=True)
+    return Inventory(
+        source=source,
+        path=path,
+        rank=rank,
+        nbytes=nbytes,
+        format=f"{source} {version}".strip(),
+        torch_readable=torch_readable,
         software=manifest.software if ours else None,
         created_ns=manifest.created_ns if ours else None,
         world_size=manifest.world_size if ours else None,
         save_id=manifest.save_id or None,
-        checkpoint_id=manifest.checkpoint_id,
-        block_size=manifest.block_size if ours else None,
+        checkpoint_id=manifest.checkpoint_id if source in ("holdfast", "torch") else None,
+        block_size=manifest.block_size if ours or manifest.checksums else None,
         entries=list(_entries(manifest)),
         # A chunk that torch's metadata names no place for has no file.
         files={name: nbytes for name, nbytes in sizes if name},
         _steps=steps,
+        _containers=containers,
         record=open_record(manifest.record, manifest.checkpoint_id or path) if manifest.record else None,
+        user_metadata=decode_user_metadata(manifest.user_metadata, path=path),
     )
 
 

@@ -1,16 +1,19 @@
 """From the path that a user names to the checkpoint that is there."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from holdfast._contents.inventory import Inventory, read_inventory
+from holdfast._contents.findings import Findings
+from holdfast._contents.inventory import Inventory, inventory_of, read_inventory
 from holdfast._format.names import METADATA, describe_data_files, metadata_rank
-from holdfast._io.places import local_path, open_place
+from holdfast._format.safetensors import SUFFIX
+from holdfast._format.safetensors_index import INDEX
+from holdfast._io.places import local_path, open_file_place, open_place
 from holdfast._io.store import FileSource
 from holdfast.errors import CheckpointNotFoundError
 
-__all__ = ["LARGEST_METADATA", "Checkpoint", "find_checkpoint"]
+__all__ = ["LARGEST_METADATA", "Checkpoint", "SafetensorsModel", "find_checkpoint"]
 
 LARGEST_METADATA = 16 << 30
 
@@ -33,6 +36,22 @@ class Checkpoint:
     metadata_names: list[tuple[int | None, str]]
     only_rank: int | None = None
 
+    @property
+    def url(self) -> str:
+        """How the user would name it."""
+        return self.store.url
+
+    def sizes(self) -> dict[str, int]:
+        """The name and size of every file that is there."""
+        return self.store.list()
+
+    def check_jobs(self, part: Inventory, report: Findings) -> Iterator[Callable[[], None]]:
+        """Report what metadata and folder alone tell of a part, and make the jobs that read the rest."""
+        # Only a verification needs it, and it takes a tenth of the time that `holdfast ls` may take.
+        from holdfast._contents.checking_parts import part_jobs  # noqa: PLC0415
+
+        return part_jobs(self.store, part, self.sizes(), report)
+
     def parts(self) -> Iterator[Inventory]:
         """Read each metadata file. Raises what ``read_inventory`` and ``ByteStore.read`` do."""
         for rank, name in self.metadata_names:
@@ -44,8 +63,33 @@ class Checkpoint:
         return read_inventory(data, path=os.path.join(self.store.url, name), rank=rank)
 
 
+@dataclass(frozen=True)
+class SafetensorsModel(Checkpoint):
+    """The safetensors files of a folder, or one of them.
+
+    Attributes:
+        only_file: The file, if the user named it alone.
+    """
+
+    only_file: str | None = None
+
+    @property
+    def url(self) -> str:
+        return self.store.url if self.only_file is None else f"{self.store.url}/{self.only_file}"
+
+    def read(self, rank: int | None, name: str) -> Inventory:
+        # Only safetensors files need it.
+        from holdfast._contents.safetensors_files import LARGEST_INDEX, read_model_manifest  # noqa: PLC0415
+
+        manifest = read_model_manifest(self.store, only=self.only_file)
+        # The headers are read with the files: only an index is a file of its own.
+        nbytes = len(self.store.read(name, max_bytes=LARGEST_INDEX)) if name == INDEX else 0
+        path = f"{self.store.url}/{name}" if name else self.url
+        return inventory_of(manifest, source="safetensors", path=path, rank=rank, nbytes=nbytes)
+
+
 def find_checkpoint(path: str) -> Checkpoint:
-    """The checkpoint at ``path``, which is a folder or a metadata file in it. Nothing is read yet.
+    """The checkpoint at ``path``: a folder, or a file of it. Nothing is read yet.
 
     Raises:
         CheckpointNotFoundError: There is none.
@@ -59,10 +103,14 @@ def find_checkpoint(path: str) -> Checkpoint:
         if not store.exists(name):
             raise CheckpointNotFoundError(f"{path}: there is no such file", path=path)
         return Checkpoint(store, [(rank, name)], rank)
+    if name.endswith(SUFFIX) and not os.path.isdir(path):
+        store, name = open_file_place(path)
+        if not store.exists(name):
+            raise CheckpointNotFoundError(f"{path}: there is no such file", path=path)
+        return SafetensorsModel(store, [(None, "")], only_file=name)
     if folder is not None and not os.path.isdir(folder):
-        what = (
-            "is not a folder and not a .metadata file" if os.path.exists(path) else "there is no such folder"
-        )
+        is_file = os.path.exists(path)
+        what = "is not a folder, and no file of a checkpoint" if is_file else "there is no such folder"
         raise CheckpointNotFoundError(f"{path}: {what}", path=path)
     store = open_place(path.rstrip("/") or "/")
     # Folders inside a folder help to see what it is instead of a checkpoint.
@@ -70,6 +118,8 @@ def find_checkpoint(path: str) -> Checkpoint:
     if METADATA in names:
         return Checkpoint(store, [(None, METADATA)])
     ranks = sorted((rank, name) for name in names if (rank := metadata_rank(name)) is not None)
+    if not ranks and any(name.endswith(SUFFIX) for name in names):
+        return SafetensorsModel(store, [(None, INDEX if INDEX in names else "")])
     if not ranks:
         raise CheckpointNotFoundError(_explain_absence(path, names), path=path)
     return Checkpoint(store, [*ranks])

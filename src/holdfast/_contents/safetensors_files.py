@@ -253,6 +253,8 @@ def _check_index(store: FileSource, weight_map: dict[str, str], found: Collectio
 
 def _check_chunks(store: FileSource, key: str, chunks: list[ModelChunk]) -> None:
     """Raise unless the chunks cover the tensor. A part at its end that no file has cannot be noticed."""
+    if len(chunks) == 1 and not any(chunks[0].offsets):
+        return  # it is whole by itself
     shape = chunks[0].tensor_shape(chunks)
     boxes = [Box(chunk.offsets, chunk.tensor.shape) for chunk in chunks]
     if len({(chunk.tensor.dtype, len(chunk.offsets)) for chunk in chunks}) > 1:

@@ -27,6 +27,8 @@ class ModelChunk(NamedTuple):
     @staticmethod
     def tensor_shape(chunks: Sequence["ModelChunk"]) -> tuple[int, ...]:
         """The shape of the smallest tensor that has all these chunks."""
+        if len(chunks) == 1 and not any(chunks[0].offsets):
+            return chunks[0].tensor.shape
         ends = [map(sum, zip(chunk.offsets, chunk.tensor.shape, strict=True)) for chunk in chunks]
         return tuple(map(max, zip(*ends, strict=True)))
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from holdfast._format.names import METADATA, describe_data_files, metadata_name, shows_a_checkpoint
+from holdfast._format.safetensors import SUFFIX
 from holdfast._io.store import FileSource
 from holdfast.errors import CheckpointNotFoundError, StorageError, WrongFolderError
 
@@ -34,7 +35,12 @@ def explain_absence(store: FileSource, name: str) -> StorageError:
             found=list(below),
         )
     there = [*sorted(names), *(f"{folder}/" for folder in others)]
-    if there:
+    if any(other.endswith(SUFFIX) for other in names):
+        text = (
+            f"no checkpoint at {store.url}: it has no {name}, but safetensors files. Read them with "
+            f"storage_reader=HuggingFaceStorageReader({store.url!r}), or look into them with holdfast.open"
+        )
+    elif there:
         text = f"no checkpoint at {store.url}: it has no {name} (it has {_listed(there)})"
     else:
         text = f"no checkpoint at {store.url}: there is no such folder, or it is empty"

@@ -25,6 +25,14 @@ def read_torch_save_metadata(source: TorchSaveSource) -> Metadata:
         IntegrityError: It is damaged.
         UnsafeMetadataError: What it holds needs something that is not allowed.
     """
+    manifest = torch_save_manifest(source)
+    entries = MetadataEntries(manifest, path=source.path)
+    places = StorageData(ItemPlaces(manifest, entries.directory))
+    return Metadata(entries, source.contents.structure, places, StorageMeta(source.path), VERSION)
+
+
+def torch_save_manifest(source: TorchSaveSource) -> Manifest:
+    """What the file of a source holds, without its structure; raises what the metadata does."""
     contents = source.contents
     items = contents.items
     tensors = [item for item in items.values() if item.tensor is not None]
@@ -40,7 +48,7 @@ def read_torch_save_metadata(source: TorchSaveSource) -> Metadata:
         for item in tensors
         if item.tensor is not None
     )
-    manifest = Manifest(
+    return Manifest(
         save_id="",
         created_ns=0,
         software="torch.save",
@@ -64,9 +72,6 @@ def read_torch_save_metadata(source: TorchSaveSource) -> Metadata:
         chunk_lengths=column(concatenated(shapes), "q"),
         **_item_columns(list(items.values())),
     )
-    entries = MetadataEntries(manifest, path=source.path)
-    places = StorageData(ItemPlaces(manifest, entries.directory))
-    return Metadata(entries, contents.structure, places, StorageMeta(source.path), VERSION)
 
 
 def _checksums(item: SavedItem) -> bytes:

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 
 from holdfast.cli.arguments import make_parser
-from holdfast.cli.exit_codes import FINE, INTERRUPTED, NOBODY_READS, UNREADABLE, exit_code
-from holdfast.cli.text import printable
+from holdfast.cli.exit_codes import FINE, INTERRUPTED, NOBODY_READS
+from holdfast.cli.failures import complain, explain
 from holdfast.errors import CheckpointError
 
 __all__ = ["main"]
@@ -58,17 +58,9 @@ def _run(arguments: argparse.Namespace) -> int:
         _silence_stdout()
         return NOBODY_READS
     except KeyboardInterrupt:
-        return _complain("interrupted", INTERRUPTED)
-    except CheckpointError as error:
-        return _complain(str(error), exit_code(error))
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        return _complain(f"{where}{error.strerror or error}", UNREADABLE)
-    return code
-
-
-def _complain(message: str, code: int) -> int:
-    print("holdfast:", " ".join(printable(line) for line in message.splitlines()), file=sys.stderr)
+        return complain("interrupted", INTERRUPTED)
+    except (CheckpointError, OSError) as error:
+        return explain(error)
     return code
 
 

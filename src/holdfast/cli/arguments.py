@@ -7,8 +7,9 @@ from holdfast._version import __version__
 __all__ = ["make_parser"]
 
 _ABOUT = """\
-Look into checkpoints and check them: those of holdfast, and those of
-torch.distributed.checkpoint. Looking needs neither torch nor the model, and changes nothing.
+Look into checkpoints and check them: those of holdfast, of torch.distributed.checkpoint, of
+safetensors, and files of torch.save. Looking needs no model, and changes nothing. Only files of torch.save
+need torch.
 """
 
 _EPILOG = """\
@@ -21,14 +22,16 @@ exit codes:
 `holdfast COMMAND --help` explains a command.
 """
 
-_PATH_HELP = "the checkpoint's folder, or the .metadata file in it"
+_PATH_HELP = "the checkpoint: a folder or a file, as a path or URL"
 
 _LS = """\
 List what a checkpoint holds: every tensor with dtype, shape and size, and in how many chunks it was
-saved if there are several. Values that are not tensors are shown as objects.
+saved if there are several. Values that are not tensors are shown as objects, small ones with their value.
+Of the folder of a run, list the steps: when each was saved, its size, and whether it is complete.
 
 A GLOB picks keys by their flat name, with *, ? and [...], upper and lower case apart; * also matches
-dots. Quote it, or the shell takes it for itself.
+dots. Put it in quotes, otherwise the shell expands it. A word that is an existing path, or a URL, is another
+checkpoint to list.
 """
 
 _LS_EXAMPLES = """\
@@ -37,6 +40,7 @@ examples:
   holdfast ls run/step-1000 'model.layers.0.*' '*.bias'
   holdfast ls run/step-1000 --depth 2          how the bytes are spread
   holdfast ls run/step-1000 --flat --sort size the largest first, one line per key
+  holdfast ls run                              the steps of a run
   holdfast ls run/step-1000 --json | jq '.tensors[].key'
 """
 
@@ -55,6 +59,7 @@ checked of it is said at the end.
 _VERIFY_EXAMPLES = """\
 examples:
   holdfast verify run/step-1000
+  holdfast verify run/*
   holdfast verify -q run/step-1000 || echo 'do not resume from this one'
   holdfast verify run/step-1000 --json | jq '.damage[].keys[]'
 """
@@ -184,8 +189,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"holdfast {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     _add_ls(_command(commands, "ls", "list tensors and objects", _LS, _LS_EXAMPLES))
-    _add_show(_command(commands, "show", "what made it, when, how large, which files", _SHOW, ""))
-    _add_verify(_command(commands, "verify", "check every byte", _VERIFY, _VERIFY_EXAMPLES))
+    _add_show(
+        _command(commands, "show", "what made it, when, how large, which files", _SHOW, "", several=True)
+    )
+    _add_verify(_command(commands, "verify", "check every byte", _VERIFY, _VERIFY_EXAMPLES, several=True))
     _add_trace(_command(commands, "trace", "how long the save took, and where", _TRACE, _TRACE_EXAMPLES))
     _add_report(_command(commands, "report", "draw it as an HTML page", _REPORT, _REPORT_EXAMPLES))
     _add_cp(_command(commands, "cp", "copy it to another place, checked", _CP, _CP_EXAMPLES))
@@ -210,11 +217,14 @@ def _command(
     examples: str,
     *,
     root: bool = False,
+    several: bool = False,
 ) -> argparse.ArgumentParser:
-    """A command on one checkpoint, or on the root of a run."""
+    """A command on one checkpoint, on several, or on the root of a run."""
     parser = _bare_command(commands, name, summary, about, examples)
     if root:
         parser.add_argument("path", metavar="ROOT", help="the folder or URL that the steps of a run are in")
+    elif several:
+        parser.add_argument("paths", metavar="PATH", nargs="+", help=_PATH_HELP)
     else:
         parser.add_argument("path", metavar="PATH", help=_PATH_HELP)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from holdfast._contents.checking_parts import part_jobs
-from holdfast._contents.findings import Report
+from holdfast._contents.findings import Findings
 from holdfast._contents.inventory import Inventory, read_inventory
 from holdfast._contents.opening import LARGEST_METADATA, find_checkpoint
 from holdfast._format import metadata_file
@@ -145,7 +145,7 @@ class _CopiedPart:
 
     def _check(self) -> None:
         """Read the copy, and compare every byte with the checksums of the checkpoint."""
-        report = Report()
+        report = Findings()
         jobs = list(part_jobs(self.target, self.part, self.target.list(), report))
         with self._showing("checking", sum(self.part.files.values())) as tracker:
             report.on_progress = tracker.advance

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from holdfast._any_format import open_checkpoint
 from holdfast._contents.inventory import Inventory, ObjectEntry, StoredChunk, TensorEntry
-from holdfast._contents.opening import Checkpoint, find_checkpoint
+from holdfast._contents.opening import Checkpoint
 from holdfast.cli.exit_codes import FINE
 from holdfast.cli.text import Style, counted, printable, shape_text, write_json, write_lines
 from holdfast.errors import UsageError
@@ -16,9 +17,6 @@ __all__ = ["run"]
 
 DIFFERENT = 1
 """The exit code for checkpoints that differ."""
-
-_BATCH_NBYTES = 256 << 20
-"""How much of each checkpoint is in memory at once, to see by how much values differ."""
 
 Entry = TensorEntry | ObjectEntry
 
@@ -61,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _compare(first: str, second: str) -> _Difference:
-    places = find_checkpoint(first), find_checkpoint(second)
+    places = open_checkpoint(first), open_checkpoint(second)
     ours, theirs = ({entry.key: entry for entry in _read(place).entries} for place in places)
     found = _Difference(
         only_first=[key for key in ours if key not in theirs],
@@ -79,15 +77,23 @@ def _compare(first: str, second: str) -> _Difference:
         else:
             unknown.append(entry)
     found.equal = found.by_checksum
-    for batch in _batches(unknown):
-        one, other_one = (_values(place.store.url, batch) for place in places)
-        for entry in batch:
-            difference = _difference(one.pop(entry.key), other_one.pop(entry.key))
-            if difference is None:
-                found.equal += 1
-            else:
-                found.values.append({"key": entry.key, **difference})
+    if unknown:
+        # This brings torch, which takes seconds: only what checksums do not tell needs it.
+        from holdfast.reader import open as open_view  # noqa: PLC0415
+
+        with open_view(first) as one, open_view(second) as other_one:
+            for entry in unknown:
+                difference = _difference(_value(one[entry.key]), _value(other_one[entry.key]))
+                if difference is None:
+                    found.equal += 1
+                else:
+                    found.values.append({"key": entry.key, **difference})
     return found
+
+
+def _value(stored: Any) -> Any:
+    """The value of a key: all of a tensor."""
+    return stored.torch() if hasattr(stored, "torch") else stored
 
 
 def _read(checkpoint: Checkpoint) -> Inventory:
@@ -116,44 +122,10 @@ def _checksums(entry: Entry) -> Any:
     found = {}
     for offsets, lengths, item in chunks:
         # What torch wrote has no checksums; those of transformed items are of what the transform made.
-        if item is None or item.payload_nbytes < 0 or item.transform_descriptors:
+        if item is None or not item.is_located or not item.is_checked or item.transform_descriptors:
             return None
         found[offsets] = (lengths, item.block_size, item.payload_nbytes, bytes(item.checksums))
     return found
-
-
-def _batches(entries: list[Entry]) -> Iterator[list[Entry]]:
-    """The entries in groups whose values fit into memory, or one by one if a single one is larger."""
-    batch: list[Entry] = []
-    nbytes = 0
-    for entry in entries:
-        size = (entry.nbytes or 0) if isinstance(entry, TensorEntry) else 0
-        if batch and nbytes + size > _BATCH_NBYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(entry)
-        nbytes += size
-    if batch:
-        yield batch
-
-
-def _values(url: str, entries: list[Entry]) -> dict[str, Any]:
-    """The values of some keys."""
-    # All of these bring torch, which takes seconds: only what checksums do not tell needs it.
-    import torch  # noqa: PLC0415
-
-    from holdfast.default_planner import DefaultLoadPlanner  # noqa: PLC0415
-    from holdfast.state_dict_loader import load  # noqa: PLC0415
-
-    values: dict[str, Any] = {
-        entry.key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-        if isinstance(entry, TensorEntry)
-        else None
-        for entry in entries
-    }
-    planner = DefaultLoadPlanner(flatten_state_dict=False, strict=False)
-    load(values, checkpoint_id=url, planner=planner, no_dist=True)
-    return values
 
 
 def _difference(one: Any, other: Any) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
 """What the exit codes of ``holdfast`` mean, and which of them an error leads to."""
 
-from holdfast.errors import IntegrityError, UnsafeMetadataError
+from holdfast._contents.findings import says_damaged
 
 __all__ = ["DAMAGED", "FINE", "INTERRUPTED", "NOBODY_READS", "UNREADABLE", "WRONG_USAGE", "exit_code"]
 
@@ -13,7 +13,4 @@ INTERRUPTED, NOBODY_READS = 130, 141
 
 def exit_code(error: Exception) -> int:
     """What an error says of the checkpoint: that it is damaged, or that it could not be read at all."""
-    if isinstance(error, UnsafeMetadataError) or not isinstance(error, IntegrityError):
-        return UNREADABLE
-    # Metadata of a format newer than this program is sound: only then something else was expected.
-    return DAMAGED if error.expected is None else UNREADABLE
+    return DAMAGED if says_damaged(error) else UNREADABLE

@@ -2,15 +2,19 @@
 
 import argparse
 import fnmatch
+import os
 import re
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+from holdfast._any_format import open_checkpoint
 from holdfast._contents.inventory import Inventory, ObjectEntry, TensorEntry
-from holdfast._contents.opening import find_checkpoint
+from holdfast._contents.opening import Checkpoint
 from holdfast._format.item_table import StorageInfo
 from holdfast.cli.exit_codes import FINE
+from holdfast.cli.failures import run_each
+from holdfast.cli.small_objects import as_json, read_small, value_text
 from holdfast.cli.text import (
     Style,
     aligned,
@@ -22,6 +26,7 @@ from holdfast.cli.text import (
     write_lines,
 )
 from holdfast.cli.tree import Entry, branches, entry_nbytes, make_tree
+from holdfast.errors import CheckpointNotFoundError
 from holdfast.per_rank import KEPT, kept_key
 
 __all__ = ["run"]
@@ -29,13 +34,37 @@ __all__ = ["run"]
 
 def run(arguments: argparse.Namespace) -> int:
     """List the keys, and return the exit code."""
-    checkpoint = find_checkpoint(arguments.path)
+    others = [word for word in arguments.globs if "://" in word or os.path.exists(word)]
+    arguments.globs = [word for word in arguments.globs if word not in others]
+    paths = [arguments.path, *others]
+
+    def list_one(path: str) -> int:
+        if others and not arguments.json:
+            write_lines([*([""] if path != paths[0] else []), f"{printable(path)}:"])
+        return _list(path, arguments)
+
+    return run_each(paths, list_one)
+
+
+def _list(path: str, arguments: argparse.Namespace) -> int:
+    try:
+        checkpoint = open_checkpoint(path)
+    except CheckpointNotFoundError:
+        # Only the folder of a run needs it.
+        from holdfast.cli.run_folder import find_run, write_run  # noqa: PLC0415
+
+        steps = find_run(path)
+        if not any(step["complete"] for step in steps):
+            raise
+        write_run(path, steps, as_json=arguments.json)
+        return FINE
     parts = [(part, _pick(part, arguments)) for part in checkpoint.parts()]
+    values = [_values(checkpoint, entries, arguments) for _, entries in parts]
     if arguments.json:
-        write_json(_document(arguments.path, parts))
+        write_json(_document(path, parts, values))
     else:
         for number, (part, entries) in enumerate(parts):
-            lines = _lines(part, entries, arguments)
+            lines = _lines(part, entries, values[number], arguments)
             write_lines(["", *lines] if number else lines)
     if arguments.globs and not any(entries for _, entries in parts):
         total = sum(len(part.entries) for part, _ in parts)
@@ -44,6 +73,11 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return FINE
+
+
+def _values(checkpoint: Checkpoint, entries: list[Entry], arguments: argparse.Namespace) -> dict[str, Any]:
+    """The values of small objects that will be seen."""
+    return {} if arguments.depth is not None else read_small(checkpoint, entries)
 
 
 def _pick(part: Inventory, arguments: argparse.Namespace) -> list[Entry]:
@@ -58,12 +92,16 @@ def _pick(part: Inventory, arguments: argparse.Namespace) -> list[Entry]:
     return entries
 
 
-def _lines(part: Inventory, entries: list[Entry], arguments: argparse.Namespace) -> list[str]:
+def _lines(
+    part: Inventory, entries: list[Entry], values: dict[str, Any], arguments: argparse.Namespace
+) -> list[str]:
     style = Style(sys.stdout)
     folded = [] if arguments.flat or arguments.globs else [e for e in entries if kept_key(e.key)]
     # One line stands for what may be a hundred statistics of each of a hundred ranks.
     shown = [entry for entry in entries if not kept_key(entry.key)] if folded else entries
-    rows = _flat_rows(entries) if arguments.flat else _tree_rows(part, shown, arguments, style)
+    rows = (
+        _flat_rows(entries, values) if arguments.flat else _tree_rows(part, shown, values, arguments, style)
+    )
     lines = aligned(list(rows), right=(3,))
     title = [] if part.rank is None else [style.bold(f"rank {part.rank}")]
     return [*title, *lines, *map(style.dim, _kept_line(folded)), style.dim(_totals(part, entries))]
@@ -80,29 +118,33 @@ def _kept_line(kept: list[Entry]) -> list[str]:
     return [f"{keys} with other values on {ranks}, {size}: see '{KEPT}*'"]
 
 
-def _flat_rows(entries: list[Entry]) -> Iterator[tuple[str, ...]]:
+def _flat_rows(entries: list[Entry], values: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for entry in entries:
-        yield (printable(entry.key), *_facts(entry))
+        yield (printable(entry.key), *_facts(entry, values))
 
 
 def _tree_rows(
-    part: Inventory, entries: list[Entry], arguments: argparse.Namespace, style: Style
+    part: Inventory,
+    entries: list[Entry],
+    values: dict[str, Any],
+    arguments: argparse.Namespace,
+    style: Style,
 ) -> Iterator[tuple[str, ...]]:
     root = make_tree(entries, part.paths, arguments.sort)
     for branch, node, cut in branches(root, depth=arguments.depth, with_lines=style.has_lines):
         if node.entry is not None:
-            yield (branch, *_facts(node.entry))
+            yield (branch, *_facts(node.entry, values))
         elif cut:
             yield (branch, "...", counted(node.count, "key"), size_text(node.nbytes), "")
         else:
             yield (branch, "", "", size_text(node.nbytes), "")
 
 
-def _facts(entry: Entry) -> tuple[str, str, str, str]:
-    """Dtype, shape, size, and what is unusual."""
+def _facts(entry: Entry, values: dict[str, Any]) -> tuple[str, str, str, str]:
+    """Dtype, shape, size, and the value of a small object, or what is unusual."""
     if isinstance(entry, ObjectEntry):
-        lost = "" if entry.item else "not stored"
-        return "object", "", size_text(entry_nbytes(entry)), lost
+        last = value_text(values[entry.key]) if entry.key in values else ""
+        return "object", "", size_text(entry_nbytes(entry)), last if entry.item else "not stored"
     chunks = entry.chunks
     unusual = "" if len(chunks) == 1 else counted(len(chunks), "chunk")
     if any(chunk.item is None for chunk in chunks):
@@ -120,11 +162,18 @@ def _totals(part: Inventory, entries: list[Entry]) -> str:
     return text
 
 
-def _document(path: str, parts: list[tuple[Inventory, list[Entry]]]) -> dict[str, Any]:
+def _document(
+    path: str, parts: list[tuple[Inventory, list[Entry]]], values: list[dict[str, Any]]
+) -> dict[str, Any]:
     tensors = [_tensor(part, entry) for part, of_part in parts for entry in of_part if _is_tensor(entry)]
     objects = [
-        {"rank": part.rank, "key": entry.key, **_place(entry.item)}
-        for part, of_part in parts
+        {
+            "rank": part.rank,
+            "key": entry.key,
+            **_place(entry.item),
+            **({"value": as_json(known[entry.key])} if entry.key in known else {}),
+        }
+        for (part, of_part), known in zip(parts, values, strict=True)
         for entry in of_part
         if isinstance(entry, ObjectEntry)
     ]

@@ -3,8 +3,10 @@
 import argparse
 import sys
 
-from holdfast._contents.findings import Report
-from holdfast._contents.opening import Checkpoint, find_checkpoint
+from holdfast._any_format import open_checkpoint
+from holdfast._contents.findings import Findings
+from holdfast._contents.opening import Checkpoint
+from holdfast._contents.verifying import check_checkpoint, limits
 from holdfast.cli.exit_codes import DAMAGED, FINE
 from holdfast.cli.pages.checkpoint_page import Integrity, checkpoint_page
 from holdfast.cli.pages.joined_parts import join_parts
@@ -14,7 +16,7 @@ from holdfast.cli.run_steps import open_root
 from holdfast.cli.run_summary import RunStep, policy_text, summarize_run
 from holdfast.cli.summary import summarize
 from holdfast.cli.text import Style, printable, size_text, write_json, write_lines
-from holdfast.cli.verify import check_checkpoint, limits, where_text
+from holdfast.cli.verify import where_text
 from holdfast.errors import CheckpointNotFoundError, UsageError
 
 __all__ = ["run"]
@@ -23,7 +25,7 @@ __all__ = ["run"]
 def run(arguments: argparse.Namespace) -> int:
     """Write the page, and return the exit code: damaged if the page tells of damage."""
     try:
-        checkpoint = find_checkpoint(arguments.path)
+        checkpoint = open_checkpoint(arguments.path)
     except CheckpointNotFoundError:
         steps = _steps_below(arguments)
         if not steps:
@@ -62,9 +64,9 @@ def _report_run(arguments: argparse.Namespace, steps: list[RunStep]) -> int:
 
 
 def _verified(checkpoint: Checkpoint, arguments: argparse.Namespace) -> Integrity:
-    found = Report()
+    found = Findings()
     is_shown = Style(sys.stderr).is_terminal and not arguments.json
-    parts = check_checkpoint(checkpoint, found, show_progress=is_shown)
+    parts = check_checkpoint(checkpoint, found, progress=is_shown)
     return Integrity(
         wrong=[f"{where_text(damage)}: {damage.message}" for damage in found.sorted_damages()],
         notes=[*found.notes, *limits(parts, found)],

@@ -5,8 +5,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from holdfast._contents.opening import find_checkpoint
+from holdfast._any_format import open_checkpoint
 from holdfast.cli.exit_codes import DAMAGED, FINE
+from holdfast.cli.failures import run_each
 from holdfast.cli.summary import summarize
 from holdfast.cli.text import Style, aligned, counted, printable, size_text, write_json, write_lines
 
@@ -14,19 +15,29 @@ __all__ = ["run"]
 
 _MOST_FILES = 20
 _INDENT = " " * 14
+_MAKERS = {
+    "holdfast": "holdfast",
+    "torch": "torch.distributed.checkpoint (it does not record its version)",
+    "torch.save": "torch.save (it does not record its version)",
+    "safetensors": "not recorded (safetensors files)",
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what the checkpoint is, and return the exit code: damaged if a file is missing or cut off."""
-    checkpoint = find_checkpoint(arguments.path)
-    sizes = checkpoint.store.list()
+    return run_each(arguments.paths, lambda path: _show(path, arguments))
+
+
+def _show(path: str, arguments: argparse.Namespace) -> int:
+    checkpoint = open_checkpoint(path)
+    sizes = checkpoint.sizes()
     parts = [summarize(part, checkpoint.store, sizes) for part in checkpoint.parts()]
     if arguments.json:
-        write_json({"schema": "holdfast.show/1", "path": arguments.path, "parts": parts})
+        write_json({"schema": "holdfast.show/1", "path": path, "parts": parts})
     else:
         for number, part in enumerate(parts):
-            lines = list(_lines(arguments.path, part, list_all=arguments.all))
-            write_lines(["", *lines] if number else lines)
+            lines = list(_lines(path, part, list_all=arguments.all))
+            write_lines(["", *lines] if number or path != arguments.paths[0] else lines)
     whole = all(file["state"] == "present" for part in parts for file in part["files"])
     return FINE if whole else DAMAGED
 
@@ -44,7 +55,8 @@ def _lines(path: str, part: dict[str, Any], *, list_all: bool) -> Iterator[str]:
             yield from (f"{_INDENT}{line}" for line in aligned(rows, right=(1, 2)))
     files = part["files"]
     shown = files if list_all else files[:_MOST_FILES]
-    rows = [(part["metadata"]["name"], size_text(part["metadata"]["nbytes"]), "")]
+    metadata = part["metadata"]
+    rows = [(metadata["name"], size_text(metadata["nbytes"]), "")] if metadata["name"] else []
     rows += [(printable(file["name"]), size_text(file["nbytes"]), _state(file)) for file in shown]
     for line, (_, _, wrong) in zip(aligned(rows, right=(1,)), rows, strict=True):
         yield f"{_INDENT}{style.bad(line) if wrong else line}"
@@ -57,10 +69,9 @@ def _facts(part: dict[str, Any]) -> dict[str, str]:
     stored = sum(file["nbytes"] or 0 for file in part["files"]) + part["metadata"]["nbytes"]
     when = (part["created"] or "not recorded").replace("T", " ").replace("Z", " UTC")
     chunks = counted(part["chunks"], "chunk")
+    files = len(part["files"]) + bool(part["metadata"]["name"])
     return {
-        "made by": printable(
-            part["software"] or "torch.distributed.checkpoint (it does not record its version)"
-        ),
+        "made by": printable(part["software"] or _MAKERS[part["written_by"]]),
         "saved": when + (" (by the file's time)" if part["created_source"] == "file time" else ""),
         "saved as": printable(part["checkpoint_id"] or "not recorded"),
         "save id": printable(part["save_id"] or "not recorded"),
@@ -70,19 +81,24 @@ def _facts(part: dict[str, Any]) -> dict[str, str]:
         "transforms": _transforms(part),
         "objects": f"{counted(part['objects'], 'object')}, {size_text(part['object_nbytes'])}",
         "tensors": f"{counted(part['tensors'], 'tensor')} in {chunks}, {size_text(part['tensor_nbytes'])}",
-        "files": f"{counted(len(part['files']) + 1, 'file')}, {size_text(stored)}",
+        "files": f"{counted(files, 'file')}, {size_text(stored)}",
+        **({"kept": printable(str(part["user_metadata"]))} if part["user_metadata"] else {}),
     }
 
 
 def _world_size(part: dict[str, Any]) -> str:
     if part["world_size"] is not None:
         return f"{part['world_size']:,}"
+    if part["ranks_with_data"] == 0:
+        return "not recorded"
     return f"not recorded; {counted(part['ranks_with_data'], 'rank')} wrote data"
 
 
 def _torch(part: dict[str, Any]) -> str:
-    if part["written_by"] == "torch":
+    if part["written_by"] in ("torch", "torch.save"):
         return "wrote it, and can read it"
+    if part["written_by"] == "safetensors":
+        return "can read it with HuggingFaceStorageReader"
     if not part["torch_readable"]:
         return "cannot read it: it was saved with torch_compatible=False"
     return "can read it, from version 2.6 on"

@@ -7,6 +7,7 @@ from typing import Any
 from holdfast._contents.inventory import Inventory
 from holdfast._format.names import parse_data_file
 from holdfast._io.store import FileSource
+from holdfast.cli.small_objects import as_json
 from holdfast.cli.tree import entry_nbytes
 
 __all__ = ["summarize"]
@@ -20,11 +21,13 @@ def summarize(part: Inventory, store: FileSource, sizes: dict[str, int]) -> dict
         store: Where it is.
         sizes: The files that are there, with their sizes.
     """
-    tensors, objects, name = part.tensors, part.objects, os.path.basename(part.path)
+    tensors, objects = part.tensors, part.objects
+    # Headers of safetensors, and the pickle of torch.save, lie in the data files.
+    name = os.path.basename(part.path) if part.nbytes else ""
     created_ns, source, created = part.created_ns, "metadata", None
     if created_ns is None:
         # torch does not say when; its last act was to write this file.
-        created_ns, source = store.modified_ns(name), "file time"
+        created_ns, source = store.modified_ns(name or next(iter(part.files), ".")), "file time"
     if created_ns is not None:
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created_ns // 1_000_000_000))
     return {
@@ -49,6 +52,7 @@ def summarize(part: Inventory, store: FileSource, sizes: dict[str, int]) -> dict
         "object_nbytes": sum(map(entry_nbytes, objects)),
         "metadata": {"name": name, "nbytes": part.nbytes},
         "files": _files(part, sizes),
+        "user_metadata": {key: as_json(value) for key, value in part.user_metadata.items()},
     }
 
 
@@ -73,7 +77,7 @@ def _files(part: Inventory, sizes: dict[str, int]) -> list[dict[str, Any]]:
         elif found < expected:
             state = "too short"
         # torch records no sizes of files: one must hold every item, and may hold more.
-        elif found > expected and part.source == "holdfast":
+        elif found > expected and part.source != "torch":
             state = "too long"
         else:
             state = "present"

@@ -1,0 +1,59 @@
+"""Finds the checkpoint at a path or URL, whatever its format."""
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from holdfast._contents.opening import Checkpoint, find_checkpoint
+from holdfast._format.names import METADATA, metadata_rank
+from holdfast._format.safetensors import SUFFIX
+from holdfast._io.places import local_path, open_file_place
+from holdfast.errors import CheckpointNotFoundError
+
+_TORCH_SAVE = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+"""How files of ``torch.save`` are usually called. A local file may be called anything."""
+
+_BEGINNINGS = (b"PK\3\4", b"\x80\2")
+"""How they begin: as zip archives, or, before torch 1.6, as pickles."""
+
+
+def open_checkpoint(
+    place: str | os.PathLike[str],
+    *,
+    verify: bool = True,
+    allow_pickle: bool = False,
+    safe_globals: Iterable[Callable[..., Any] | type] = (),
+) -> Checkpoint:
+    """The checkpoint at a path or URL: ours, torch's, safetensors, or a file of ``torch.save``.
+
+    Only a file of ``torch.save`` needs torch, which is imported then, and its metadata is its pickle, to
+    which the options apply.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+    """
+    path = os.fspath(place)
+    if not _may_be_torch_save(path):
+        return find_checkpoint(path)
+    store, name = open_file_place(path)
+    if not store.exists(name):
+        if local_path(path) is not None:
+            raise CheckpointNotFoundError(f"{path}: there is no such file", path=path)
+        return find_checkpoint(path)
+    # It brings torch, which takes seconds.
+    from holdfast._torch_save_checkpoint import open_torch_save  # noqa: PLC0415
+
+    return open_torch_save(store, name, verify=verify, allow_pickle=allow_pickle, safe_globals=safe_globals)
+
+
+def _may_be_torch_save(path: str) -> bool:
+    folder = local_path(path)
+    if folder is not None:
+        path = folder
+    name = os.path.basename(path)
+    if name == METADATA or metadata_rank(name) is not None or name.endswith(SUFFIX):
+        return False
+    if folder is None or not os.path.isfile(path):
+        return name.endswith(_TORCH_SAVE) and not os.path.isdir(path)
+    with open(path, "rb") as file:
+        return file.read(4).startswith(_BEGINNINGS) or name.endswith(_TORCH_SAVE)

@@ -1,0 +1,172 @@
+"""Owns reading many values of a checkpoint at once: in parallel, and small neighbours in one request."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from typing_extensions import Buffer
+
+from holdfast._contents.file_cache import FileCache
+from holdfast._contents.item_bytes import ItemBytes, ItemFile, naming
+from holdfast._contents.look_rules import LookRules
+from holdfast._contents.object_bytes import ObjectBytes, read_object
+from holdfast._format.item_table import StorageInfo
+from holdfast._io import pool
+from holdfast._io.file_access import FileReader
+from holdfast._io.store import FileSource
+from holdfast._io.streams import byte_view
+from holdfast.errors import CheckpointNotFoundError, IncompleteCheckpointError
+from holdfast.extension import ExtensionRegistry
+
+_SMALL = 256 << 10
+
+Job = Callable[[], None]
+
+
+class Part(Protocol):
+    """Something that is read of one item."""
+
+    @property
+    def info(self) -> StorageInfo:
+        """Where the item lies."""
+
+    def jobs(self, rules: LookRules, file: ItemFile) -> list[Job]:
+        """What reads it."""
+
+
+@dataclass
+class ObjectPart:
+    """A value that is not a tensor; ``stored`` has it once it is read."""
+
+    key: str
+    info: StorageInfo
+    stored: ObjectBytes | None = None
+
+    def jobs(self, rules: LookRules, file: ItemFile) -> list[Job]:
+        """What reads it; see ``Part``."""
+
+        def job() -> None:
+            with naming(self.key):
+                self.stored = read_object(ItemBytes(rules, file, self.info))
+
+        return [job]
+
+
+class ValueReader:
+    """Reads values of one place. Its methods may be called from any thread.
+
+    Args:
+        store: The place.
+        verify: Whether checksums are compared.
+        registry: Makes transforms from their descriptors.
+    """
+
+    def __init__(
+        self, store: FileSource, *, verify: bool = True, registry: ExtensionRegistry | None = None
+    ) -> None:
+        self._store = store
+        self._files = FileCache(store)
+        self._verify = verify
+        self._registry = registry
+
+    def close(self) -> None:
+        """Close the files. Whatever is read after this raises UsageError."""
+        self._files.close()
+
+    def read(self, parts: Sequence[Part]) -> None:
+        """Read all of these parts.
+
+        Raises:
+            IncompleteCheckpointError: A file is missing.
+            IntegrityError: One is damaged.
+        """
+        traits = self._store.traits
+        rules = LookRules.for_store(traits.read_gap_nbytes, verify=self._verify, registry=self._registry)
+        jobs: list[Job] = []
+        for group in self._groups(parts):
+            name = group[0].info.relative_path
+            if len(group) == 1:
+                jobs += group[0].jobs(rules, _CachedFile(self._files, name))
+            else:
+                jobs.append(partial(self._read_window, group, rules))
+        pool.run(jobs, threads=traits.requests_in_flight, cancellation=rules.cancellation)
+
+    def _groups(self, parts: Iterable[Part]) -> Iterator[list[Part]]:
+        """Small neighbours together, everything else alone."""
+        traits = self._store.traits
+        group: list[Part] = []
+        for part in sorted(parts, key=lambda part: (part.info.relative_path, part.info.offset)):
+            info = part.info
+            if group:
+                first, last = group[0].info, group[-1].info
+                is_near = (
+                    info.relative_path == first.relative_path
+                    and info.offset - (last.offset + last.length) <= traits.read_gap_nbytes
+                    and info.offset + info.length - first.offset <= traits.read_nbytes
+                )
+                if info.length > _SMALL or last.length > _SMALL or not is_near:
+                    yield group
+                    group = []
+            group.append(part)
+        if group:
+            yield group
+
+    def _read_window(self, group: list[Part], rules: LookRules) -> None:
+        begin = group[0].info.offset
+        end = max(part.info.offset + part.info.length for part in group)
+        content = bytearray(end - begin)
+        file = _CachedFile(self._files, group[0].info.relative_path)
+        file.read_into(begin, memoryview(content))
+        window = _Window(file.path, begin, content)
+        for part in group:
+            for job in part.jobs(rules, window):
+                job()
+
+
+class _CachedFile:
+    """A file that is opened when it is read."""
+
+    def __init__(self, files: FileCache, name: str) -> None:
+        self._files = files
+        self._name = name
+
+    @property
+    def path(self) -> str:
+        return f"{self._files.store.url}/{self._name}"
+
+    def read_into(self, offset: int, buffer: memoryview, /) -> None:
+        self._call(lambda file: file.read_into(offset, buffer))
+
+    def read_blocks_into(self, buffer: memoryview, /, **where: Any) -> None:
+        self._call(lambda file: file.read_blocks_into(buffer, **where))
+
+    def _call(self, read: Callable[[FileReader], None]) -> None:
+        try:
+            with self._files.use(self._name) as file:
+                read(file)
+        except CheckpointNotFoundError as error:
+            raise IncompleteCheckpointError(
+                f"{error} The metadata names it: it was deleted, or was not copied with the rest. Put it "
+                "back, or read another checkpoint.",
+                path=error.path,
+            ) from error
+
+
+class _Window(FileReader):
+    """A piece of a file that is in memory."""
+
+    def __init__(self, path: str, begin: int, content: bytearray) -> None:
+        self.path = path
+        self.nbytes = begin + len(content)
+        self._begin = begin
+        self._content = memoryview(content)
+
+    def read_into(self, offset: int, buffer: Buffer) -> None:
+        view = byte_view(buffer)
+        self._check_range(offset, len(view))
+        at = offset - self._begin
+        view[:] = self._content[at : at + len(view)]
+
+    def close(self) -> None:
+        pass
