@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.cli.conftest import GOLDEN
 from tests.support.checkpoints import data_file, flip_bit
 from torch.distributed.tensor import Replicate, Shard
 
 import holdfast as hf
+from holdfast.manager import CheckpointManager
 from holdfast.testing import FakeRank, FakeRanks
 
 Command = Callable[..., Any]
@@ -107,6 +109,66 @@ def test_any_checkpoint_is_drawn(
     assert ("Sound" if verify else "Complete") in page.text
     assert {"Size by module", "Which rank wrote what", "Data types", "Largest values"} <= page.sections.keys()
     assert page.tags.isdisjoint({"script", "link", "img", "iframe", "a"})
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "torch.save"])
+def test_other_formats_are_drawn(report: Reported, tmp_path: Path, kind: str) -> None:
+    state = {"model.weight": torch.ones(300, 5), "model.bias": torch.ones(5, dtype=torch.bfloat16)}
+    target = tmp_path / "model.pt"
+    if kind == "torch.save":
+        torch.save(state, target)
+    else:
+        target = tmp_path / "model"
+        target.mkdir()
+        save_file(state, target / "model.safetensors")
+        target = target if kind == "folder" else target / "model.safetensors"
+    found, page = report(target, "--verify")
+    assert (found.code, found.err) == (0, "")
+    assert "Sound" in page.text
+    assert "model.weight" in page.sections["Largest values"]
+    assert "bfloat16" in page.sections["Data types"]
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of five steps: one pinned, one that did not end, the newest damaged."""
+    root = tmp_path_factory.mktemp("runs") / "run"
+    with CheckpointManager(root, no_dist=True) as manager:
+        for step in range(10, 60, 10):
+            manager.save(step, {"w": torch.ones(400, 10)}, metrics={"loss": abs(step - 20) / 10})
+        manager.pin(10)
+        (root / "step-30" / ".metadata").unlink()
+        flip_bit(data_file(root / "step-50"), 1500)
+        restored = manager.restore({"w": torch.ones(400, 10)})
+        assert restored is not None
+        assert restored.step == 40
+    return root
+
+
+def test_a_run_is_drawn_with_its_steps(report: Reported, run_folder: Path) -> None:
+    found, page = report(run_folder, "--last", "1", "--best", "1", "--metric", "loss")
+    assert found.code == 1
+    assert "Damaged steps 50. A restore begins with step 40." in page.text
+    table = page.sections["Steps, the newest first"]
+    assert table.index("50") < table.index("40") < table.index("30")
+    assert "Last(1)" in table
+    assert "Best(1, 'loss')" in table
+    assert "pinned" in table
+    assert "incomplete: counts for nothing" in table
+    assert any(hint.startswith("step 20: 0") for hint in page.hints)
+    assert {"Size", "Duration of the saves", "Metric: loss"} <= page.sections.keys()
+    assert page.tags.isdisjoint({"script", "link", "img", "iframe"})
+
+
+def test_a_run_without_a_policy_says_that_none_is_stored(report: Reported, run_folder: Path) -> None:
+    _, page = report(run_folder)
+    assert "not stored" in page.sections["Steps, the newest first"]
+
+
+def test_steps_of_a_run_are_not_verified_together(holdfast: Command, run_folder: Path) -> None:
+    found = holdfast("report", run_folder, "--verify")
+    assert found.code != 0
+    assert "--verify is for one of its steps" in found.err
 
 
 def test_the_page_says_which_rank_wrote_which_part(report: Reported, tmp_path: Path) -> None:

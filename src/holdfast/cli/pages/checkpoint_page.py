@@ -63,7 +63,7 @@ def _sections(part: Inventory, summary: dict[str, Any], integrity: Integrity) ->
         yield section("What is damaged", about, table(["where, and what"], rows))
     # By the dots of names: a flat state has no other structure.
     yield section("Size by module", "The area shows the bytes.", treemap(make_tree(part.entries, {}, "size")))
-    if part.tensors:
+    if colours.ranks or any(len(tensor.chunks) > 1 for tensor in part.tensors):
         yield section(
             "Which rank wrote what",
             "The first dimension goes down, the second across. Tensors divided alike are drawn once.",
@@ -114,7 +114,7 @@ def _checks(part: Inventory, summary: dict[str, Any], integrity: Integrity) -> s
     rows = [
         ("checksums", checksums),
         ("content", "read" if integrity.checked_nbytes is not None else "not read; --verify reads it"),
-        ("stock torch", "can read it" if summary["torch_readable"] else "cannot read it"),
+        ("torch.distributed.checkpoint", "can read it" if summary["torch_readable"] else "cannot read it"),
         ("saved as", summary["checkpoint_id"] or "not recorded"),
         ("save id", summary["save_id"] or "not recorded"),
         ("transforms", "; ".join(transforms) or "none"),
