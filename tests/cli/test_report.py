@@ -167,8 +167,14 @@ def test_a_run_without_a_policy_says_that_none_is_stored(report: Reported, run_f
 
 def test_steps_of_a_run_are_not_verified_together(holdfast: Command, run_folder: Path) -> None:
     found = holdfast("report", run_folder, "--verify")
-    assert found.code != 0
-    assert "--verify is for one of its steps" in found.err
+    assert found.code == 2
+    assert "--verify is for one checkpoint" in found.err
+
+
+def test_options_that_make_no_sense_are_wrong_usage(holdfast: Command, run_folder: Path) -> None:
+    found = holdfast("report", run_folder, "--best", "2")
+    assert (found.code, found.out) == (2, "")
+    assert "--best and --metric belong together" in found.err
 
 
 def test_the_page_says_which_rank_wrote_which_part(report: Reported, tmp_path: Path) -> None:

@@ -124,6 +124,6 @@ def _part_text(part: Policy) -> str:
     given = [
         repr(value)
         for field in dataclasses.fields(part)  # type: ignore[arg-type]
-        if (value := getattr(part, field.name)) != field.default
+        if (value := getattr(part, field.name)) not in (False, None) or value != field.default
     ]
     return f"{type(part).__name__}({', '.join(given)})"
