@@ -14,10 +14,12 @@ from holdfast._version import __version__
 if TYPE_CHECKING:
     from holdfast import (
         api,
+        conversion,
         default_planner,
         errors,
         extension,
         filesystem,
+        format_utils,
         hf_storage,
         logger,
         logging_handlers,
@@ -39,10 +41,12 @@ if TYPE_CHECKING:
         stateful,
         storage,
         testing,
+        torch_save_storage,
         training_state,
         utils,
     )
     from holdfast._fsspec_filesystem import FsspecReader, FsspecWriter
+    from holdfast.conversion import ConversionResult, convert
     from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
     from holdfast.errors import CheckpointError, CheckpointException
     from holdfast.filesystem import FileSystemReader, FileSystemWriter
@@ -66,6 +70,7 @@ if TYPE_CHECKING:
     from holdfast.state_dict_saver import async_save, save, save_state_dict
     from holdfast.stateful import Stateful
     from holdfast.storage import StorageReader, StorageWriter
+    from holdfast.torch_save_storage import TorchSaveReader
     from holdfast.training_state import TrainingState
 
 __all__ = [
@@ -75,6 +80,7 @@ __all__ = [
     "CheckpointManager",
     "CheckpointView",
     "ChunkStorageMetadata",
+    "ConversionResult",
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
     "FileSystemReader",
@@ -99,15 +105,19 @@ __all__ = [
     "StorageReader",
     "StorageWriter",
     "TensorStorageMetadata",
+    "TorchSaveReader",
     "TrainingState",
     "WriteItem",
     "__version__",
     "api",
     "async_save",
+    "conversion",
+    "convert",
     "default_planner",
     "errors",
     "extension",
     "filesystem",
+    "format_utils",
     "hf_storage",
     "load",
     "load_sharded_optimizer_state_dict",
@@ -135,6 +145,7 @@ __all__ = [
     "stateful",
     "storage",
     "testing",
+    "torch_save_storage",
     "training_state",
     "utils",
 ]
@@ -143,6 +154,7 @@ _HOME = {
     name: module
     for module, names in {
         "_fsspec_filesystem": ("FsspecReader", "FsspecWriter"),
+        "conversion": ("ConversionResult", "convert"),
         "default_planner": ("DefaultLoadPlanner", "DefaultSavePlanner"),
         "errors": ("CheckpointError", "CheckpointException"),
         "filesystem": ("FileSystemReader", "FileSystemWriter"),
@@ -163,6 +175,7 @@ _HOME = {
         "state_dict_saver": ("async_save", "save", "save_state_dict"),
         "stateful": ("Stateful",),
         "storage": ("StorageReader", "StorageWriter"),
+        "torch_save_storage": ("TorchSaveReader",),
         "training_state": ("TrainingState",),
     }.items()
     for name in names

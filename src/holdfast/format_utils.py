@@ -1,94 +1,149 @@
-"""Checkpoints and files of ``torch.save``, under torch's names."""
+"""Checkpoints and files of ``torch.save``, under torch's names; :func:`holdfast.convert` does more."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from holdfast._io.page_cache import PageCache, check_page_cache
-from holdfast._io.places import open_file_place
-from holdfast._known_methods import known_to_engine
-from holdfast._storage.store_reader import StoreReader
-from holdfast._storage.store_writer import DEFAULT_BUDGET
-from holdfast._storage.torch_save_reading import read_torch_save_metadata
-from holdfast._storage.torch_save_source import TorchSaveSource
-from holdfast.metadata import Metadata
+from holdfast._torch_compat import to_ours
+from holdfast.conversion import convert
+from holdfast.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
+from holdfast.errors import PlanError, UsageError
+from holdfast.metadata import (
+    STATE_DICT_TYPE,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from holdfast.planner_helpers import _create_chunk_list
+from holdfast.state_dict_loader import _load_state_dict
+from holdfast.torch_save_storage import TorchSaveReader
 
-__all__ = ["TorchSaveReader"]
+__all__ = [
+    "BroadcastingTorchSaveReader",
+    "DynamicMetaLoadPlanner",
+    "TorchSaveReader",
+    "_EmptyStateDictLoadPlanner",
+    "_load_state_dict",
+    "dcp_to_torch_save",
+    "torch_save_to_dcp",
+]
 
 
-class TorchSaveReader(StoreReader):
-    """Reads a file that ``torch.save`` wrote as if it were a checkpoint: only what is asked for, by ranges.
+class BroadcastingTorchSaveReader(TorchSaveReader):
+    """Reads a file of ``torch.save`` on all ranks, each what it needs; see :class:`TorchSaveReader`.
 
-    Nothing that the file names is run. Tensors are read at their places in the file, whatever their strides;
-    tensors that share memory there are each read on their own. Other values are kept, if they are of allowed
-    types; of others the load of their key raises, and the rest can be loaded. The file must hold a dict.
-
-    Files that torch before 1.6 wrote are refused, as are those of machines with another byte order.
+    What several ranks need is read once, and passed on. No rank holds the whole file.
 
     Args:
-        path: The file: a path or a URL.
-        thread_count: How many threads read.
-        memory_budget: As in ``FileSystemReader``.
-        verify: As in ``FileSystemReader``. The file has a checksum for each storage, so that one is checked
-            when all of it is read.
-        allow_pickle: Import and run what the file names. Only for files that you would also run as a program.
-        safe_globals: Classes and functions that values may need besides the usual ones.
-        share_reads: As in ``FileSystemReader``.
-        page_cache: As in ``FileSystemReader``.
+        checkpoint_id: The file. Not needed if it is given to ``load``.
+        coordinator_rank: Accepted for compatibility.
+        **options: As for :class:`TorchSaveReader`.
+
+    Example:
+        >>> holdfast.load({"model": model}, storage_reader=BroadcastingTorchSaveReader("model.pt"))
     """
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
-        *,
-        thread_count: int | None = None,
-        memory_budget: int = DEFAULT_BUDGET,
-        verify: bool = True,
-        allow_pickle: bool = False,
-        safe_globals: Sequence[Callable[..., Any] | type] = (),
-        share_reads: bool = True,
-        page_cache: PageCache = "auto",
+        checkpoint_id: str | os.PathLike[str] | None = None,
+        coordinator_rank: int = 0,
+        **options: Any,
     ) -> None:
-        self.page_cache: PageCache = check_page_cache(page_cache)
-        self.safe_globals = tuple(safe_globals)
-        StoreReader.__init__(
-            self,
-            None,
-            thread_count=thread_count,
-            memory_budget=memory_budget,
-            verify=verify,
-            allow_pickle=allow_pickle,
-            share_reads=share_reads,
-        )
-        self._move_to(path)
+        super().__init__(checkpoint_id, **options)
+        self.coordinator_rank = coordinator_rank
 
-    def _move_to(self, checkpoint_id: str | os.PathLike[str]) -> None:
-        store, name = open_file_place(checkpoint_id, page_cache=self.page_cache)
-        self._store = TorchSaveSource(
-            store,
-            name,
-            safe_globals=self.safe_globals,
-            allow_pickle=self.allow_pickle,
-            verify=self.verify,
-        )
 
-    @property
-    def checkpoint_id(self) -> str:
-        """The file."""
-        store = self.store
-        assert isinstance(store, TorchSaveSource)
-        return store.path
+class DynamicMetaLoadPlanner(DefaultLoadPlanner):
+    """Loads from a storage that may not know what it holds: then it holds what the state has.
 
-    @known_to_engine
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
-        """What the file holds; reads its directory and its pickle, and runs nothing of it.
+    The readers of Holdfast know. With them it is :class:`DefaultLoadPlanner`, and loads every kind of value.
+    With one whose metadata is empty, the state must consist of tensors.
+    """
+
+    def set_up_planner(
+        self,
+        state_dict: STATE_DICT_TYPE,  # type: ignore[type-arg]
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Flatten the state, and describe it if the storage does not say what it holds.
 
         Raises:
-            CheckpointNotFoundError: There is no such file.
-            MetadataFormatError: It is not a file that ``torch.save`` writes, or does not hold a dict.
-            IntegrityError: It is damaged.
-            UnsafeMetadataError: What it holds, as a whole, needs something that is not allowed.
+            UsageError: The storage does not say what it holds, and a value of the state is not a tensor.
         """
-        store = self.store
-        assert isinstance(store, TorchSaveSource)
-        return self._as_asked_for(read_torch_save_metadata(store))
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        if metadata is None or not to_ours(metadata).state_dict_metadata:
+            self.metadata = Metadata({key: _described(key, value) for key, value in self.state_dict.items()})
+
+
+def _described(key: str, value: Any) -> TensorStorageMetadata:
+    try:
+        chunks = _create_chunk_list(value)
+    except PlanError as error:
+        raise UsageError(
+            f"{key}: the storage does not say what it holds, so that only tensors can be loaded from it",
+            key=key,
+        ) from error
+    return TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.size(), chunks)
+
+
+def dcp_to_torch_save(
+    dcp_checkpoint_dir: str | os.PathLike[str],
+    torch_save_path: str | os.PathLike[str],
+    *,
+    allow_pickle: bool = False,
+    safe_globals: Iterable[Callable[..., Any] | type] = (),
+) -> None:
+    """Convert a checkpoint, ours or torch's, into a file of ``torch.save``; called by one process.
+
+    A few tens of MiB are in memory at a time. A file of that name is replaced, once the new one is complete
+    and checked.
+
+    Args:
+        dcp_checkpoint_dir: The checkpoint's folder, or its URL.
+        torch_save_path: The file, or its URL.
+        allow_pickle: As for :func:`load`.
+        safe_globals: As for :func:`load`.
+
+    Raises:
+        CheckpointError: As :func:`holdfast.convert`.
+    """
+    convert(
+        dcp_checkpoint_dir,
+        torch_save_path,
+        to="torch_save",
+        overwrite=True,
+        allow_pickle=allow_pickle,
+        safe_globals=safe_globals,
+    )
+
+
+def torch_save_to_dcp(
+    torch_save_path: str | os.PathLike[str],
+    dcp_checkpoint_dir: str | os.PathLike[str],
+    *,
+    allow_pickle: bool = False,
+    safe_globals: Iterable[Callable[..., Any] | type] = (),
+) -> None:
+    """Convert a file of ``torch.save`` into a checkpoint, which stock torch reads too; called by one process.
+
+    Nothing that the file names is run. A few tens of MiB are in memory at a time. A checkpoint that is in the
+    folder is replaced, once the new one is complete.
+
+    Args:
+        torch_save_path: The file, or its URL.
+        dcp_checkpoint_dir: The folder, or its URL.
+        allow_pickle: Import and run what the file names.
+        safe_globals: As for :func:`load`.
+
+    Raises:
+        CheckpointError: As :func:`holdfast.convert`.
+    """
+    convert(
+        torch_save_path,
+        dcp_checkpoint_dir,
+        to="holdfast",
+        overwrite=True,
+        allow_pickle=allow_pickle,
+        safe_globals=safe_globals,
+    )

@@ -53,7 +53,12 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
     def watched(name: str) -> Any:
         file = open_inner(name)
         read_into = file.read_into
-        file.read_into = lambda at, view: (asked.append(len(view)), read_into(at, view))[1]
+
+        def counted(at: int, view: Any) -> None:
+            asked.append(len(view))
+            read_into(at, view)
+
+        file.read_into = counted
         return file
 
     reader.store._inner.open = watched  # type: ignore[attr-defined]
@@ -108,10 +113,11 @@ def test_a_file_that_is_an_object_as_a_whole_is_refused(tmp_path: Path) -> None:
 
 def test_a_class_that_the_caller_allows(tmp_path: Path) -> None:
     path = saved(tmp_path, {"x": Point(3)})
-    for options in ({"safe_globals": [Point]}, {"allow_pickle": True}):
+    allowed: list[dict[str, Any]] = [{"safe_globals": [Point]}, {"allow_pickle": True}]
+    for options in allowed:
         state: dict[str, Any] = {"x": None}
-        reader = TorchSaveReader(path, **options)  # type: ignore[arg-type]
-        dcp.load(state, storage_reader=reader, no_dist=True, **options)  # type: ignore[arg-type]
+        reader = TorchSaveReader(path, **options)
+        dcp.load(state, storage_reader=reader, no_dist=True, **options)
         assert state["x"].x == 3
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.errors import IncompleteCheckpointError, IntegrityError, UnsafeMetadataError
+from holdfast.errors import IntegrityError, MetadataFormatError, UnsafeMetadataError
 
 __all__ = ["Damage", "Findings", "says_damaged", "shortened"]
 
@@ -110,9 +110,7 @@ def shortened(keys: Iterable[str], most: int = 3) -> str:
 
 def says_damaged(error: Exception) -> bool:
     """Whether an error says that a checkpoint is damaged, and not that it cannot be read here at all."""
-    if isinstance(error, IncompleteCheckpointError):
-        return True
     if isinstance(error, UnsafeMetadataError) or not isinstance(error, IntegrityError):
         return False
-    # Metadata of a format newer than this program is sound: only then something else was expected.
-    return error.expected is None
+    # Metadata of a format newer than this program is sound: only then another one was expected.
+    return not (isinstance(error, MetadataFormatError) and error.expected is not None)

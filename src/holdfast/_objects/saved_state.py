@@ -178,7 +178,7 @@ class _MetaUnpickler(CarefulUnpickler):
             return super()._find(module, name)
         except (RefusedError, NeedsTorchError):
             if self._allow_pickle:
-                return pickle._Unpickler.find_class(self, module, name)  # type: ignore[arg-type]  # noqa: SLF001
+                return pickle._Unpickler.find_class(self, module, name)  # noqa: SLF001
             return _OpaqueName(f"{module}.{name}", self.known)
 
     def _tensor(self, make: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
