@@ -29,8 +29,7 @@ Policies are small frozen values that are joined with ``|``:
 
 import logging
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -43,9 +42,9 @@ from holdfast._background.save_future import SaveFuture
 from holdfast._background.staged_copy import prepare_staging
 from holdfast._engine.stateful_objects import open_states
 from holdfast._manager.background_pruning import BackgroundPruning
-from holdfast._manager.preemption_notice import PreemptionNotice
 from holdfast._manager.restoring import restore_newest
-from holdfast._manager.step_agreement import Reasons, StepAgreement
+from holdfast._manager.save_decision import SaveDecision
+from holdfast._manager.step_queries import StepQueries
 from holdfast._manager.update_guard import UpdateGuard
 from holdfast._ranks.group_exchange import open_exchange
 from holdfast._steps.policies import (
@@ -61,21 +60,18 @@ from holdfast._steps.policies import (
     Last,
     Pinned,
     Preempted,
-    SaveMoment,
     StepFacts,
     Steps,
     WhenPolicy,
     Within,
     check_policy,
-    policies_in,
 )
 from holdfast._steps.pruning import Pruning
 from holdfast._steps.run_root import RunRoot
-from holdfast._steps.step_list import Step, StepList
-from holdfast._steps.step_metadata import METRICS, STEP, USER, facts_of
+from holdfast._steps.step_metadata import METRICS, STEP, USER
 from holdfast._steps.step_names import DEFAULT_NAME, StepNames
 from holdfast._writer_process.client import start_writer_process
-from holdfast.errors import CheckpointError, CheckpointNotFoundError, UsageError
+from holdfast.errors import CheckpointError, UsageError
 from holdfast.load_result import LoadResult
 from holdfast.metadata import Metadata
 from holdfast.staging import DefaultStager
@@ -104,8 +100,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_TIME, _PREEMPTED = "time", "preempted"
-
 
 @dataclass(frozen=True)
 class RestoredStep:
@@ -126,7 +120,7 @@ class RestoredStep:
     skipped: Mapping[int, str]
 
 
-class CheckpointManager:
+class CheckpointManager(StepQueries):
     """Saves, finds, restores and deletes the checkpoints of one run, each in its own folder below a root.
 
     What is promised:
@@ -193,23 +187,20 @@ class CheckpointManager:
             check_policy(when, WhenPolicy, "when")
         self.read_only = read_only
         self._root = RunRoot(root, StepNames(name))
-        self._when = when
         self._group: dict[str, Any] = {"process_group": process_group, "no_dist": no_dist}
         self._type = AsyncCheckpointerType(async_checkpointer_type)
         self._stager = DefaultStager(overlap_host=True) if overlap_staging else None
         self._guard = UpdateGuard()
-        self._saving: SaveFuture | None = None
         self._newest, self._is_coordinator = self._open(metadata)
-        self._begun_step: int | None = None
-        self._begun_at = time.monotonic()
-        self._boundary = (-1, 0)
-        self._is_first = self._newest is None
-        self._time_is_asked_for = False
-        self._stop = self._is_closed = False
+        self._is_closed = False
         self._pruning = Pruning(self._root, keep)
         self._background = BackgroundPruning(self._pruning)
-        self._notice: PreemptionNotice | None = None
-        self._agreement = self._make_agreement()
+        self._decision = SaveDecision(
+            Steps(()) if read_only else when,
+            is_new_run=self._newest is None,
+            is_coordinator=self._is_coordinator,
+            group=self._group,
+        )
 
     def _open(self, metadata: Mapping[str, Any] | None) -> tuple[int | None, bool]:
         """The newest step, as rank 0 finds it, and whether this is that rank."""
@@ -225,49 +216,19 @@ class CheckpointManager:
         ) as exchange:
             return exchange.share("open the root", look), exchange.is_coordinator
 
-    def _make_agreement(self) -> StepAgreement | None:
-        parts = () if self._when is None or self.read_only else policies_in(self._when)
-        self._timed = [part for part in parts if isinstance(part, EverySeconds | Continuous)]
-        signals = [number for part in parts if isinstance(part, Preempted) for number in part.signals]
-        if signals:
-            self._notice = PreemptionNotice(signals)
-        if not signals and not self._timed:
-            return None
-        return StepAgreement(self._group["process_group"], self._reasons, no_dist=self._group["no_dist"])
-
-    def _reasons(self) -> Reasons:
-        """Why this rank wants a save that the others do not know of. Called from a thread, too."""
-        found = set()
-        if self._notice is not None and self._notice.has_come and not self._stop:
-            found.add(_PREEMPTED)
-        if self._is_coordinator and not self._time_is_asked_for and any(map(self._is_due, self._timed)):
-            self._time_is_asked_for = True
-            found.add(_TIME)
-        return frozenset(found)
-
-    def _is_due(self, policy: EverySeconds | Continuous) -> bool:
-        if isinstance(policy, Continuous) and self._saving is not None and not self._saving.done():
-            return False
-        return time.monotonic() - self._begun_at >= policy.seconds
-
     # Deciding.
 
     def should_save(self, step: int, *, last: bool = False) -> bool:
         """Whether to save this step: the same on every rank. To be called once after each step, on all ranks.
 
-        It costs about a microsecond, and no message, unless ranks have to agree because of a time or a
-        signal. A step that was just saved is not to be saved again.
+        It costs a few microseconds, and no message, unless ranks have to agree because of a time or a signal.
+        A step that was just saved is not to be saved again.
 
         Args:
             step: The step.
             last: Whether it is the last one of the run, for ``when=Last()``.
         """
-        reasons = self._reach((step, 0))
-        if self.read_only or step == self._begun_step:
-            return False
-        moment = SaveMoment(step, self._is_first, last)
-        self._is_first = False
-        return bool(reasons) or self._when is None or self._when.wants(moment)
+        return self._decision.should_save(step, is_last=last)
 
     def poll(self) -> bool:
         """For loops without steps, such as an evaluation: whether the run is to end, the same on every rank.
@@ -275,23 +236,7 @@ class CheckpointManager:
         To be called on all ranks, equally often. If it is True, leave the loop and save; ``should_save`` of
         the next step is True, too.
         """
-        self._reach((self._boundary[0], self._boundary[1] + 1))
-        return self._stop
-
-    def _reach(self, boundary: tuple[int, int]) -> Reasons:
-        self._boundary = boundary
-        if self._agreement is None:
-            return frozenset()
-        reasons = self._agreement.reach(boundary)
-        if reasons:
-            if _PREEMPTED in reasons and not self._stop:
-                self._stop = True
-                logger.warning("the run is to end: a signal of pre-emption came to some rank")
-            self._time_is_asked_for = False
-        if self._stop and self._begun_step != boundary[0]:
-            # A poll may have been told first: the next step is saved all the same.
-            return frozenset([_PREEMPTED])
-        return reasons
+        return self._decision.poll()
 
     @property
     def should_stop(self) -> bool:
@@ -299,7 +244,7 @@ class CheckpointManager:
 
         It becomes True in ``should_save`` or ``poll``, at the same call on every rank. Save, and end.
         """
-        return self._stop
+        return self._decision.is_to_stop
 
     # Saving.
 
@@ -368,7 +313,7 @@ class CheckpointManager:
             raise
         future: Any = made.upload_completion if isinstance(made, AsyncSaveResponse) else made
         self._guard.staging = future.staged
-        self._saving = future
+        self._decision.saving = future
         future.add_done_callback(lambda done: self._after_async(done, newest))
         saving: SaveFuture = future
         return saving
@@ -385,9 +330,9 @@ class CheckpointManager:
         if self._newest is not None and step < self._newest:
             self._go_back(step, self._newest)
         with self._guard:
-            self._saving = None
-        self._newest = self._begun_step = step
-        self._begun_at = time.monotonic()
+            self._decision.saving = None
+        self._newest = step
+        self._decision.begin(step)
         plain = {name: float(value) for name, value in (metrics or {}).items()}
         return {STEP: step, METRICS: plain, USER: dict(metadata or {})}
 
@@ -412,7 +357,7 @@ class CheckpointManager:
 
     def _failed(self, newest: int | None) -> None:
         """A save has failed: the step before is the newest again, and the same step may be saved again."""
-        self._newest, self._begun_step = newest, None
+        self._newest, self._decision.begun_step = newest, None
 
     def _after_async(self, done: Any, newest: int | None) -> None:
         # Not by exception(), by which its owner is told of a failure.
@@ -439,90 +384,6 @@ class CheckpointManager:
             prepare_staging(opened, shared=shared)
         if shared:
             start_writer_process(wait=False)
-
-    # Finding.
-
-    def steps(self) -> list[int]:
-        """The complete steps in the order of the run, the newest last. Known damage is left out."""
-        return [step.number for step in self._root.find_steps().usable]
-
-    def latest(self) -> int | None:
-        """The newest complete step; None if there is none. On an object store this takes few requests."""
-        usable = self._root.find_newest().usable
-        return usable[-1].number if usable else None
-
-    def best(
-        self, metric: str | Callable[[Mapping[str, Any]], float], *, highest: bool = False
-    ) -> int | None:
-        """The complete step with the lowest, or highest, value of a metric; None if no step has it."""
-        found = self._root.find_steps()
-        ranked = Best(1, metric, highest).sorted(self._facts(found))
-        return ranked[0].number if ranked else None
-
-    def _facts(self, found: StepList) -> list[StepFacts]:
-        usable = found.usable
-        return facts_of(usable, self._root.metadata.of(usable, found.files))
-
-    def metrics(self, step: int) -> Mapping[str, Any]:
-        """The metrics of a step."""
-        return self._kept(step, METRICS)
-
-    def metadata(self, step: int) -> Mapping[str, Any]:
-        """The metadata that a step was saved with."""
-        return self._kept(step, USER)
-
-    def _kept(self, step: int, what: str) -> Mapping[str, Any]:
-        found = self._root.find_steps()
-        known = self._root.metadata.of([self._complete(step, found)], found.files)
-        values: Mapping[str, Any] = known.get(step, {}).get(what, {})
-        return values
-
-    @property
-    def run_metadata(self) -> dict[str, Any]:
-        """What was passed as ``metadata`` to a manager of this root."""
-        return self._root.read_run_metadata()
-
-    def path(self, step: int) -> str:
-        """The path or URL of a step that exists.
-
-        Raises:
-            CheckpointNotFoundError: There is no such step, or it is not complete.
-        """
-        return self._root.place_of(self._complete(step, self._root.find_steps()).folder)
-
-    def _complete(self, number: int, found: StepList) -> Step:
-        step = found.find(number)
-        if step is None or step.commit is None:
-            known = ", ".join(str(other.number) for other in found.usable[-5:]) or "none"
-            raise CheckpointNotFoundError(
-                f"{self._root.place}: there is no complete step {number}; the newest ones: {known}",
-                path=self._root.place,
-            )
-        return step
-
-    def new_steps(self, *, timeout: float | None = None, every: float = 5.0) -> Iterator[int]:
-        """Yield each complete step once, the oldest first, and wait for new ones: for an evaluator.
-
-        A step that was saved again is yielded again. One that is pruned before you restore it is gone: pin
-        it, or keep enough.
-
-        Args:
-            timeout: End after so many seconds without a new step; None: never.
-            every: After how many seconds to look again.
-        """
-        seen: set[tuple[str, str]] = set()
-        waited_since = time.monotonic()
-        while True:
-            for step in self._root.find_steps().usable:
-                key = (step.folder, step.commit.version if step.commit else "")
-                if key not in seen:
-                    seen.add(key)
-                    yield step.number
-                    waited_since = time.monotonic()
-            left = None if timeout is None else timeout - (time.monotonic() - waited_since)
-            if left is not None and left <= 0:
-                return
-            time.sleep(every if left is None else min(every, left))
 
     # Restoring.
 
@@ -558,18 +419,6 @@ class CheckpointManager:
 
     # Keeping.
 
-    def pin(self, step: int) -> None:
-        """Keep a step, whatever the policy says, until ``unpin``.
-
-        Raises:
-            CheckpointNotFoundError: There is no such step.
-        """
-        self._root.pin(self._complete(step, self._root.find_steps()).folder)
-
-    def unpin(self, step: int) -> None:
-        """Leave a step to the policy again."""
-        self._root.unpin(self._complete(step, self._root.find_steps()).folder)
-
     def prune(self, *, dry_run: bool = False) -> list[int]:
         """Delete now what the policy does not keep, and return these steps. Only rank 0 does anything.
 
@@ -588,7 +437,7 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Wait for the last save in the background, and for deletions. Raises if the save failed."""
-        saving, self._saving = self._saving, None
+        saving, self._decision.saving = self._decision.saving, None
         if saving is not None:
             saving.result()
         self._background.wait()
@@ -600,10 +449,7 @@ class CheckpointManager:
         finally:
             self._is_closed = True
             self._background.close()
-            if self._agreement is not None:
-                self._agreement.close()
-            if self._notice is not None:
-                self._notice.close()
+            self._decision.close()
             if self._stager is not None:
                 self._stager.close()
 

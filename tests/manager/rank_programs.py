@@ -67,7 +67,7 @@ def save_by_time(root: str) -> list[int]:
 
 def restore_damaged(root: str) -> tuple[int, list[int], float, int]:
     """Three ranks restore; the newest step is damaged."""
-    state = {"w": torch.zeros(1000), "step": -1}
+    state: dict[str, Any] = {"w": torch.zeros(1000), "step": -1}
     with CheckpointManager(root) as manager:
         restored = manager.restore(state)
         assert restored is not None

@@ -104,7 +104,9 @@ def test_mistakes_are_refused(mistake: object) -> None:
         mistake()  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("form", ["step-{step}", "checkpoint-{step}", "{step}", "{step:08d}", "ep{step}-final"])
+@pytest.mark.parametrize(
+    "form", ["step-{step}", "checkpoint-{step}", "{step}", "{step:08d}", "ep{step}-final"]
+)
 def test_names_lead_back_to_their_steps(form: str) -> None:
     names = StepNames(form)
     assert [names.step(names.folder(step)) for step in (0, 7, 12345)] == [0, 7, 12345]

@@ -92,6 +92,7 @@ class Pruning:
             The steps that were deleted.
         """
         plan = self.plan()
+        self.root.settle_abandoned(plan.found)
         for folder in sorted(plan.found.deleting):
             if not is_over():
                 self._attempt(folder, None)

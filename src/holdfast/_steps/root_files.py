@@ -16,10 +16,13 @@ checkpoint was saved again.
 import json
 import logging
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from holdfast._io.store import ByteStore, FileSource
+import msgspec
+
+from holdfast._io.store import ByteStore, FileFacts, FileSource
 from holdfast.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -55,12 +58,46 @@ def steps_being_deleted(files: Iterable[str]) -> list[str]:
     return [name.removeprefix(_DELETING) for name in files if name.startswith(_DELETING)]
 
 
-def read_abandoned(root: FileSource, files: Iterable[str]) -> dict[str, str]:
-    """The folders that a run has left behind by going back, with the versions of their commit files."""
+@dataclass(frozen=True)
+class Abandoned:
+    """What a run has left behind by going back.
+
+    Attributes:
+        steps: Folders, with the versions of their commit files.
+        pending: Those that the save of ``folder`` leaves behind, once it has committed.
+        folder: The step that the run goes back to, if that may not have been committed.
+        before: The version of its commit file before that save; None if there was none.
+    """
+
+    steps: dict[str, str] = field(default_factory=dict)
+    pending: dict[str, str] = field(default_factory=dict)
+    folder: str | None = None
+    before: str | None = None
+
+    def has_committed(self, folders: Mapping[str, FileFacts | None]) -> bool:
+        """Whether the step that the run goes back to was saved since, given the commit files."""
+        commit = folders.get(self.folder) if self.folder else None
+        return commit is not None and commit.version != self.before
+
+    def settled(self, folders: Mapping[str, FileFacts | None]) -> dict[str, str]:
+        """What is left behind, given the commit files that there are."""
+        return {**self.steps, **(self.pending if self.has_committed(folders) else {})}
+
+
+def read_abandoned(root: FileSource, files: Iterable[str]) -> Abandoned:
+    """What the run has left behind by going back."""
     if ABANDONED not in files:
-        return {}
-    found = read_json(root, ABANDONED)
-    return {folder: version for folder, version in found.items() if isinstance(version, str)}
+        return Abandoned()
+    try:
+        return msgspec.convert(read_json(root, ABANDONED), Abandoned)
+    except msgspec.ValidationError as error:
+        logger.warning("%s/%s cannot be read, and is ignored: %s", root.url, ABANDONED, error)
+        return Abandoned()
+
+
+def write_abandoned(root: ByteStore, abandoned: Abandoned) -> None:
+    """Note what the run has left behind."""
+    write_json(root, ABANDONED, asdict(abandoned))
 
 
 def read_json(root: FileSource, name: str) -> dict[str, Any]:

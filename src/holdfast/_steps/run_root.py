@@ -10,10 +10,12 @@ from holdfast._io.store import ByteStore
 from holdfast._steps.root_files import (
     ABANDONED,
     RUN,
+    Abandoned,
     marks_of_damage,
     pinned_name,
     read_abandoned,
     read_json,
+    write_abandoned,
     write_json,
 )
 from holdfast._steps.step_list import StepList, describe_steps, find_steps
@@ -82,19 +84,34 @@ class RunRoot:
         return listed
 
     def abandon_after(self, step: int, found: StepList) -> list[int]:
-        """The run goes back to ``step``: note that all later steps are not its newest ones any more.
+        """The run goes back to ``step``: once that is saved, later steps are not its newest ones any more.
 
         Returns:
             These steps.
         """
         later = [other for other in found if other.commit and other.number > step and not other.is_abandoned]
-        known = read_abandoned(self.store, found.files)
-        here = {other.folder for other in found}
-        known = {folder: version for folder, version in known.items() if folder in here}
-        known |= {other.folder: other.commit.version for other in later if other.commit}
+        target = found.find(step)
         self.store.make()
-        write_json(self.store, ABANDONED, known)
+        write_abandoned(
+            self.store,
+            Abandoned(
+                {
+                    other.folder: other.commit.version
+                    for other in found
+                    if other.commit and other.is_abandoned
+                },
+                {other.folder: other.commit.version for other in later if other.commit},
+                self.names.folder(step),
+                target.commit.version if target and target.commit else None,
+            ),
+        )
         return [other.number for other in later]
+
+    def settle_abandoned(self, found: StepList) -> None:
+        """Before steps are deleted: note for good what the run has left behind, if that depends on a step."""
+        noted, folders = read_abandoned(self.store, found.files), {step.folder: step.commit for step in found}
+        if noted.has_committed(folders):
+            write_abandoned(self.store, Abandoned(noted.settled(folders)))
 
     def pin(self, folder: str) -> None:
         """Keep a step, whatever the policy says."""

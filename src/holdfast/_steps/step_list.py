@@ -98,7 +98,7 @@ def describe_steps(
     root: FileSource, names: StepNames, files: set[str], folders: dict[str, FileFacts | None]
 ) -> StepList:
     """What a look at the root has found, as steps. Reads a file only if the run has ever gone back."""
-    abandoned = read_abandoned(root, files)
+    abandoned = read_abandoned(root, files).settled(folders)
     found: dict[int, Step] = {}
     for folder, commit in folders.items():
         number = names.step(folder)
