@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard
 
 import holdfast
 from holdfast.cli import main
+from holdfast.manager import CheckpointManager
 from holdfast.testing import FakeRank, FakeRanks
 
 pytestmark = pytest.mark.browser
@@ -64,7 +65,7 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pages of a sharded checkpoint, of a damaged one, and of one with names of a stranger."""
+    """Pages of a sharded checkpoint, of a damaged one, of one with names of a stranger, and of a run."""
     root = tmp_path_factory.mktemp("pages")
 
     def save(rank: FakeRank) -> None:
@@ -80,16 +81,23 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     holdfast.save({"model": {"weight": torch.zeros(1000)}}, checkpoint_id=root / "damaged")
     with next((root / "damaged").glob("*.distcp")).open("r+b") as file:
         file.truncate(1000)
+    with CheckpointManager(root / "run", no_dist=True) as manager:
+        for step in range(100, 1100, 100):
+            manager.save(step, {"w": torch.ones(step)}, metrics={EVIL: 1 / step, "loss": 5 / step})
+    main(["report", str(root / "run"), "-o", str(root / "run.html"), "--last", "3"])
     for name in ("sharded", "evil", "damaged"):
         main(["report", str(root / name), "-o", str(root / f"{name}.html"), "--verify"])
     return root
 
 
-@pytest.mark.parametrize("name", ["sharded", "evil", "damaged"])
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [("sharded", "Sound"), ("evil", "Sound"), ("damaged", "Damaged"), ("run", "Step 1000 is the newest.")],
+)
 @pytest.mark.parametrize("width", [PHONE, DESK])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_page_fits_its_window_and_can_be_read(
-    tab: Tab, pages: Path, name: str, width: int, scheme: Literal["light", "dark"]
+    tab: Tab, pages: Path, name: str, word: str, width: int, scheme: Literal["light", "dark"]
 ) -> None:
     tab.open(pages / f"{name}.html", width=width, scheme=scheme)
     assert tab.ask("innerWidth") == width
@@ -99,19 +107,18 @@ def test_a_page_fits_its_window_and_can_be_read(
     paper = tab.ask("getComputedStyle(document.body).backgroundColor")
     brightness = sum(map(int, paper.removeprefix("rgb(").rstrip(")").split(",")))
     assert brightness < 128 if scheme == "dark" else brightness > 640
-    assert tab.ask("document.querySelector('.verdict b').textContent") == (
-        "Damaged" if name == "damaged" else "Sound"
-    )
+    assert tab.ask("document.querySelector('.verdict b').textContent") == word
 
 
-def test_no_name_runs_a_script_and_nothing_is_loaded(tab: Tab, pages: Path) -> None:
+@pytest.mark.parametrize("name", ["evil", "run"])
+def test_no_name_runs_a_script_and_nothing_is_loaded(tab: Tab, pages: Path, name: str) -> None:
     tab.requests.clear()
     tab.complaints.clear()
-    tab.open(pages / "evil.html", width=DESK, scheme="light")
-    assert tab.ask("document.title") == str(pages / "evil")
+    tab.open(pages / f"{name}.html", width=DESK, scheme="light")
+    assert tab.ask("document.title") == str(pages / name)
     assert tab.ask("document.querySelectorAll('script, img, iframe, link').length") == 0
     assert EVIL in tab.ask("document.body.textContent")
-    assert tab.requests == [(pages / "evil.html").as_uri()]
+    assert tab.requests == [(pages / f"{name}.html").as_uri()]
     assert tab.complaints == []
 
 
