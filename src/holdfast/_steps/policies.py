@@ -9,7 +9,7 @@ import dataclasses
 import math
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from holdfast._steps.durations import Duration, seconds_of
 from holdfast.errors import UsageError
@@ -35,8 +35,7 @@ class StepFacts:
     is_pinned: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class SaveMoment:
+class SaveMoment(NamedTuple):
     """What policies know of a step that may be saved. It is the same on every rank.
 
     Attributes:

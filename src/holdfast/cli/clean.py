@@ -1,11 +1,12 @@
 """``holdfast clean``: removes what killed saves have left."""
 
 import argparse
+import time
 import uuid
 
-from holdfast._format.names import METADATA, parse_data_file, save_of_lease
+from holdfast._format.names import METADATA, is_leftover, parse_data_file, save_of_lease
 from holdfast._io.lease import take_lease
-from holdfast._io.living_leases import living_and_dead
+from holdfast._io.living_leases import EXPIRY_SECONDS, living_and_dead
 from holdfast._io.store import ByteStore
 from holdfast._steps.root_files import steps_being_deleted
 from holdfast._steps.step_deletion import finish_deletion
@@ -44,16 +45,25 @@ def run(arguments: argparse.Namespace) -> int:
 def _clean(place: ByteStore, *, dry_run: bool) -> int:
     """Remove what dead saves have left in one folder; how many files that were, or would be."""
     names = place.names()
-    leases = [name for name in names if save_of_lease(name)]
-    if not leases:
-        return 0
-    living, dead = living_and_dead(place, leases, None)
-    if living or not dead:
+    living, dead = living_and_dead(place, [name for name in names if save_of_lease(name)], None)
+    unnamed = [name for name in names if is_leftover(name) and _is_old(place, name)]
+    if living or not (dead or unnamed):
         return 0
     if dry_run:
         saves = {save_of_lease(name) for name in dead}
         files = [name for name in names if (file := parse_data_file(name)) and file.save in saves]
-        return len(dead) + (0 if METADATA in names else len(files))
+        return len(dead) + len(unnamed) + (0 if METADATA in names else len(files))
+    place.delete(unnamed)
+    if dead:
+        _remove_dead(place)
+    left = place.names()
+    if not left:
+        place.remove_if_empty()
+    return len(names - left)
+
+
+def _remove_dead(place: ByteStore) -> None:
+    """Do what a save does at its beginning."""
     from holdfast._storage.cleanup import remove_dead  # noqa: PLC0415 - brings torch
 
     lease = take_lease(place, uuid.uuid4().hex, shared=False)
@@ -61,7 +71,9 @@ def _clean(place: ByteStore, *, dry_run: bool) -> int:
         remove_dead(place, lease)
     finally:
         lease.release()
-    left = place.names()
-    if not left:
-        place.remove_if_empty()
-    return len(names - left)
+
+
+def _is_old(place: ByteStore, name: str) -> bool:
+    """Whether no living save can be about to rename a file."""
+    modified_ns = place.modified_ns(name)
+    return modified_ns is not None and time.time_ns() - modified_ns > EXPIRY_SECONDS * 1e9
