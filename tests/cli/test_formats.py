@@ -154,3 +154,19 @@ def test_looking_imports_neither_torch_nor_numpy(formats: dict[str, Path], kind:
         "sys.exit(bool({'torch', 'numpy', 'rich', 'fsspec'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("command", ["cp", "trace"])
+def test_commands_for_checkpoints_say_that_a_model_is_none(
+    holdfast: Command, formats: dict[str, Path], tmp_path: Path, command: str
+) -> None:
+    for kind in ("safetensors", "file"):
+        found = holdfast(command, formats[kind], *([tmp_path / "copy"] if command == "cp" else []))
+        assert found.code == 3
+        assert "holdfast convert" in found.err if command == "cp" else "no record" in found.err
+    assert not (tmp_path / "copy").exists()
+
+
+def test_show_gives_the_time_of_the_file(holdfast: Command, formats: dict[str, Path]) -> None:
+    for kind in ("torch.save", "safetensors", "file"):
+        assert "UTC (by the file's time)" in holdfast("show", formats[kind]).out

@@ -218,6 +218,8 @@ def inventory_of(
         containers: What the ways do not tell, as the format has it.
     """
     ours = source == "holdfast"
+    # torch.save keeps one checksum for each storage, however large.
+    is_checked = source == "safetensors" and bool(manifest.checksums)
     sizes = zip(manifest.file_names, ints(manifest.file_nbytes, "q"), strict=True)
     return Inventory(
         source=source,
@@ -231,7 +233,7 @@ def inventory_of(
         world_size=manifest.world_size if ours else None,
         save_id=manifest.save_id or None,
         checkpoint_id=manifest.checkpoint_id if source in ("holdfast", "torch") else None,
-        block_size=manifest.block_size if ours or manifest.checksums else None,
+        block_size=manifest.block_size if ours or is_checked else None,
         entries=list(_entries(manifest)),
         # A chunk that torch's metadata names no place for has no file.
         files={name: nbytes for name, nbytes in sizes if name},

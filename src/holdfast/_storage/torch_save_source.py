@@ -94,6 +94,9 @@ class TorchSaveSource(FileSource):
             file = _CheckedReader(self.path, inner, self._check)
         return file if name == self.name else _OthersReader(self.path, file, contents)
 
+    def modified_ns(self, name: str) -> int | None:
+        return self._inner.modified_ns(name)
+
     def expect(self, nbytes: int) -> None:
         self._inner.expect(nbytes)
 

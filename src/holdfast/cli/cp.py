@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from holdfast._contents.checking_parts import part_jobs
 from holdfast._contents.findings import Findings
 from holdfast._contents.inventory import Inventory, read_inventory
-from holdfast._contents.opening import LARGEST_METADATA, find_checkpoint
+from holdfast._contents.opening import LARGEST_METADATA, SafetensorsModel, find_checkpoint
 from holdfast._format import metadata_file
 from holdfast._io import pool
 from holdfast._io.lease import Lease, take_lease
@@ -30,6 +30,12 @@ _THREADS = 4
 def run(arguments: argparse.Namespace) -> int:
     """Copy, check, commit; print what was copied and return the exit code."""
     checkpoint = find_checkpoint(arguments.path)
+    if isinstance(checkpoint, SafetensorsModel):
+        raise UsageError(
+            f"{checkpoint.url}: is a model of safetensors files, and cp copies checkpoints: use "
+            "`holdfast convert`, or copy its files",
+            path=checkpoint.url,
+        )
     target = open_place(arguments.target)
     if target.url == checkpoint.store.url:
         raise UsageError(f"{target.url}: source and target are the same place", path=target.url)

@@ -68,11 +68,12 @@ def _facts(part: dict[str, Any]) -> dict[str, str]:
     blocks = f", a CRC-32 for every {size_text(part['block_size'])}" if part["block_size"] else ""
     stored = sum(file["nbytes"] or 0 for file in part["files"]) + part["metadata"]["nbytes"]
     when = (part["created"] or "not recorded").replace("T", " ").replace("Z", " UTC")
+    is_file_time = part["created"] is not None and part["created_source"] == "file time"
     chunks = counted(part["chunks"], "chunk")
     files = len(part["files"]) + bool(part["metadata"]["name"])
     return {
         "made by": printable(part["software"] or _MAKERS[part["written_by"]]),
-        "saved": when + (" (by the file's time)" if part["created_source"] == "file time" else ""),
+        "saved": when + (" (by the file's time)" if is_file_time else ""),
         "saved as": printable(part["checkpoint_id"] or "not recorded"),
         "save id": printable(part["save_id"] or "not recorded"),
         "world size": _world_size(part),

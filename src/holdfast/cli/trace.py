@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     record = joined_record(part.record for part in find_checkpoint(path).parts())
     if record is None:
         raise CheckpointNotFoundError(
-            f"{path}: has no record of its save, because torch wrote it, or an older version of holdfast",
+            f"{path}: has no record of its save: something else than holdfast wrote it, or an older version",
             path=path,
         )
     if arguments.output is not None:
