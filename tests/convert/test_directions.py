@@ -14,7 +14,6 @@ from tests.support.process import PeakMemory
 from tests.support.stock_torch import stock_load, stock_save
 
 import holdfast as dcp
-from holdfast._io.local_writer import LocalWriter
 from holdfast.default_planner import _EmptyStateDictLoadPlanner
 from holdfast.errors import (
     CheckpointExistsError,
@@ -173,7 +172,10 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointNotFoundError):
         dcp.convert(tmp_path / "empty", tmp_path / "b.pt")
-    assert sorted(os.listdir(tmp_path)) == ["a", "empty"]
+    dcp.save({"x": torch.ones(1)}, checkpoint_id=tmp_path / "parts", no_dist=True, use_collectives=False)
+    with pytest.raises(UsageError, match="each for itself"):
+        dcp.convert(tmp_path / "parts", tmp_path / "b.pt")
+    assert sorted(os.listdir(tmp_path)) == ["a", "empty", "parts"]
 
 
 @pytest.mark.parametrize("target", ["holdfast", "torch_save", "safetensors"])
@@ -240,15 +242,10 @@ def test_a_target_that_is_not_what_was_sent_is_noticed(
 ) -> None:
     torch.save({"x": torch.arange(100.0)}, tmp_path / "x.pt")
     torch.save({"x": torch.zeros(1)}, tmp_path / "y.pt")
-    write = LocalWriter.write
-
-    def spoiled(self: Any, data: Any, *rest: Any) -> None:
-        if len(data) == 400:
-            data = bytes(400)
-        write(self, data, *rest)
-
-    monkeypatch.setattr(LocalWriter, "write", spoiled)
-    with pytest.raises(IntegrityError):
+    # The file is sound in itself: its checksums are those of the wrong bytes.
+    wrong = "holdfast._conversion.torch_save_target.memory_of"
+    monkeypatch.setattr(wrong, lambda tensor: memoryview(bytes(tensor.nbytes)))
+    with pytest.raises(IntegrityError, match="x: has other bytes than were sent"):
         dcp.convert(tmp_path / "x.pt", tmp_path / "y.pt", overwrite=True)
     assert torch.load(tmp_path / "y.pt")["x"].tolist() == [0]
     assert sorted(os.listdir(tmp_path)) == ["x.pt", "y.pt"]

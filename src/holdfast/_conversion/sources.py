@@ -10,7 +10,7 @@ import torch
 
 from holdfast._format import metadata_file
 from holdfast._format.item_table import StorageInfo
-from holdfast._format.names import METADATA
+from holdfast._format.names import METADATA, metadata_rank
 from holdfast._format.safetensors import SUFFIX
 from holdfast._format.safetensors_index import find_index
 from holdfast._geometry import Box, intersect
@@ -25,7 +25,7 @@ from holdfast._storage.reading import LARGEST_METADATA, read_items
 from holdfast._storage.safetensors_metadata import read_model_metadata
 from holdfast._storage.torch_save_reading import read_torch_save_metadata
 from holdfast._storage.torch_save_source import TorchSaveSource
-from holdfast.errors import CheckpointNotFoundError, MetadataFormatError
+from holdfast.errors import CheckpointNotFoundError, MetadataFormatError, UsageError
 from holdfast.extension import ExtensionRegistry
 from holdfast.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -88,14 +88,17 @@ class Source:
             raise MetadataFormatError(f"{self.url}: does not say where {key} is", key=key, path=self.url)
         return places.record(row)
 
-    def read_box(self, key: str, box: Box) -> torch.Tensor:
-        """The elements of a box of a tensor, checked where the source has checksums."""
-        entry = self.tensor(key)
-        assert entry is not None
-        result = torch.empty(box.lengths, dtype=entry.properties.dtype)
-        if result.numel():
-            self._read(LoadPlan(list(_lines(key, entry, box))), _Receiver(result))
-        return result
+    def read_boxes(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        """The elements of boxes of tensors, checked where there are checksums; small neighbours together."""
+        tensors, lines = list[torch.Tensor](), list[ReadItem]()
+        for number, (key, box) in enumerate(wanted):
+            entry = self.tensor(key)
+            assert entry is not None
+            tensors.append(torch.empty(box.lengths, dtype=entry.properties.dtype))
+            lines += _lines(number, key, entry, box)
+        if lines:
+            self._read(LoadPlan(lines), _Receiver(tensors))
+        return tensors
 
     def read_object(self, key: str) -> io.BytesIO:
         """A value that is not a tensor, as it is stored: the stream that ``decode_object`` takes."""
@@ -111,17 +114,17 @@ class Source:
             receiver,
             self.metadata,
             registry=ExtensionRegistry(),
-            threads=1,
+            threads=min(len(plan.items), self.store.traits.requests_in_flight),
             budget=_BUDGET,
             verify=True,
             progress=ProgressTracker(),
         )
 
 
-def _lines(key: str, entry: TensorStorageMetadata, box: Box) -> "list[ReadItem]":
-    """What to read of which stored chunks to fill a box."""
+def _lines(number: int, key: str, entry: TensorStorageMetadata, box: Box) -> "list[ReadItem]":
+    """What to read of which stored chunks to fill the box of a number."""
     lines = []
-    for number, chunk in enumerate(entry.chunks):
+    for place, chunk in enumerate(entry.chunks):
         common = intersect(box, Box(tuple(chunk.offsets), tuple(chunk.sizes)))
         if common is None or 0 in common.lengths:
             continue
@@ -132,9 +135,9 @@ def _lines(key: str, entry: TensorStorageMetadata, box: Box) -> "list[ReadItem]"
         lines.append(
             ReadItem(
                 LoadItemType.TENSOR,
-                MetadataIndex(key),
+                MetadataIndex(key, None, number),
                 inside(box.offsets),
-                MetadataIndex(key, chunk.offsets, number),
+                MetadataIndex(key, chunk.offsets, place),
                 inside(chunk.offsets),
                 torch.Size(common.lengths),
             )
@@ -143,15 +146,15 @@ def _lines(key: str, entry: TensorStorageMetadata, box: Box) -> "list[ReadItem]"
 
 
 class _Receiver(LoadPlanner):
-    """Takes one tensor, or one value."""
+    """Takes tensors by the numbers of their boxes, or one value."""
 
-    def __init__(self, tensor: torch.Tensor | None = None) -> None:
-        self._tensor = tensor
+    def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
+        self._tensors = tensors
         self.stream: io.BytesIO | None = None
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        assert self._tensor is not None
-        part = self._tensor
+        assert read_item.dest_index.index is not None
+        part = self._tensors[read_item.dest_index.index]
         for dimension, (start, length) in enumerate(
             zip(read_item.dest_offsets, read_item.lengths, strict=True)
         ):
@@ -178,6 +181,7 @@ def open_source(
 
     Raises:
         CheckpointNotFoundError: There is nothing of these.
+        UsageError: Ranks have saved it each for itself.
         IntegrityError: It is damaged.
         UnsafeMetadataError: It needs something that is not allowed.
     """
@@ -191,6 +195,12 @@ def open_source(
     if METADATA not in names and find_index(names) is None and not any(map(_is_model_file, names)):
         # A URL does not tell whether it is one of a file or of a prefix.
         found = _file_at(place, is_file=is_file)
+        if found is None and any(metadata_rank(name) is not None for name in names):
+            raise UsageError(
+                f"{path}: ranks have saved it each for itself (use_collectives=False), so that its parts are "
+                "not one state. Load it on as many ranks, and save it without that option.",
+                path=path,
+            )
         if found is None:
             raise explain_absence(store, METADATA)
         store, name = found

@@ -18,8 +18,12 @@ PIECE = 16 << 20
 """The most bytes of a tensor that are read before they are written."""
 
 LARGE_PIECE = 192 << 20
-"""The same for items that are compressed, and so read from their beginning each time; and for those that torch
-wrote, which can be checked only as a whole."""
+"""The same for compressed items, which are read from their beginning each time, and for items of torch, which
+can be checked only as a whole."""
+
+
+_MOST_AHEAD = 4096
+_SMALL = 1 << 20
 
 
 class SentPiece(NamedTuple):
@@ -41,13 +45,36 @@ class EntryStream:
         self.source = source
         self.selection = selection
         self.sent: list[SentPiece] = []
+        self._order = list(selection.entries.values())
+        self._position = {entry.name: number for number, entry in enumerate(self._order)}
+        self._ahead: dict[str, torch.Tensor] = {}
 
     def read(self, entry: Entry, box: Box) -> torch.Tensor:
         """A piece of a tensor, as the target gets it."""
         assert entry.dtype is not None
-        piece = self.source.read_box(entry.key, box).to(entry.dtype)
+        if _is_small(entry, box):
+            if entry.name not in self._ahead:
+                self._read_ahead(self._position[entry.name])
+            piece = self._ahead.pop(entry.name)
+        else:
+            (piece,) = self.source.read_boxes([(entry.key, box)])
+        piece = piece.to(entry.dtype)
         self.sent.append(SentPiece(entry.name, box, crc32(memory_of(piece))))
         return piece
+
+    def _read_ahead(self, position: int) -> None:
+        """Read small tensors from a position on, together, so that not each of them is a request."""
+        taken, nbytes = list[Entry](), 0
+        for entry in self._order[position : position + _MOST_AHEAD]:
+            if entry.dtype is None or not _is_small(entry, _whole(entry)):
+                continue
+            taken.append(entry)
+            nbytes += entry.nbytes
+            if nbytes >= PIECE:
+                break
+        # What is left of the last time was asked for in another order, and is read again.
+        tensors = self.source.read_boxes([(entry.key, _whole(entry)) for entry in taken])
+        self._ahead = {entry.name: tensor for entry, tensor in zip(taken, tensors, strict=True)}
 
     def pieces(self, entry: Entry, box: Box) -> Iterator[torch.Tensor]:
         """A box of a tensor, in row-major order."""
@@ -90,16 +117,41 @@ class EntryStream:
         if missing:
             raise _not_the_same(target, min(missing), "is missing")
         progress.begin(self.selection.nbytes)
+        for batch in self._batches():
+            boxes = [(piece.name, piece.box) for piece in batch if piece.box is not None]
+            tensors = iter(target.read_boxes(boxes))
+            for piece in batch:
+                if piece.box is None:
+                    found, nbytes = crc32(target.read_object(piece.name).getvalue()), 0
+                else:
+                    elements = next(tensors)
+                    found, nbytes = crc32(memory_of(elements)), elements.nbytes
+                if found != piece.crc32:
+                    raise _not_the_same(target, piece.name, "has other bytes than were sent")
+                for at in range(0, nbytes, STRIDE):
+                    progress.advance(min(STRIDE, nbytes - at))
+
+    def _batches(self) -> Iterator[list[SentPiece]]:
+        """What was sent, in groups that are read together."""
+        batch, nbytes = list[SentPiece](), 0
         for piece in self.sent:
-            if piece.box is None:
-                found, nbytes = crc32(target.read_object(piece.name).getvalue()), 0
-            else:
-                elements = target.read_box(piece.name, piece.box)
-                found, nbytes = crc32(memory_of(elements)), elements.nbytes
-            if found != piece.crc32:
-                raise _not_the_same(target, piece.name, "has other bytes than were sent")
-            for at in range(0, nbytes, STRIDE):
-                progress.advance(min(STRIDE, nbytes - at))
+            dtype = self.selection.entries[piece.name].dtype
+            size = 0 if piece.box is None or dtype is None else volume(piece.box.lengths) * dtype.itemsize
+            if batch and (nbytes + size > PIECE or len(batch) >= _MOST_AHEAD):
+                yield batch
+                batch, nbytes = [], 0
+            batch.append(piece)
+            nbytes += size
+        yield batch
+
+
+def _whole(entry: Entry) -> Box:
+    return Box((0,) * len(entry.shape), entry.shape)
+
+
+def _is_small(entry: Entry, box: Box) -> bool:
+    """Whether a tensor is read together with its neighbours."""
+    return box.lengths == entry.shape and entry.nbytes < _SMALL
 
 
 def _not_the_same(target: Source, key: str, what: str) -> IntegrityError:
