@@ -239,7 +239,8 @@ def same_bits(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) ->
 
 def write_reports(damaged: int) -> dict[str, str]:
     """Pages of ``holdfast report``, with the words that describe them."""
-    reports = {}
+    ask("report", str(RUN), "--last", "3", "-o", str(OUTPUT / "run.html"))
+    reports = {"run.html": "the run: all its steps, and why each is kept"}
     for step, words in (
         (KILLED_AT, f"step {KILLED_AT}, saved by 4 ranks"),
         (damaged, f"step {damaged}, saved by 4 ranks at the pre-emption, and damaged since"),
