@@ -124,7 +124,8 @@ def test_other_formats_are_drawn(report: Reported, tmp_path: Path, kind: str) ->
         target = target if kind == "folder" else target / "model.safetensors"
     found, page = report(target, "--verify")
     assert (found.code, found.err) == (0, "")
-    assert "Sound" in page.text
+    # A file of safetensors has no checksums, unless holdfast wrote some beside it.
+    assert ("Sound" if kind == "torch.save" else "no checksums to compare") in page.text
     assert "model.weight" in page.sections["Largest values"]
     assert "bfloat16" in page.sections["Data types"]
 

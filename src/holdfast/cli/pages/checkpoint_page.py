@@ -86,6 +86,11 @@ def _verdict(integrity: Integrity) -> str:
     if integrity.checked_nbytes is None:
         said = "All files exist and have the right size. Their content was not read for this page."
         return verdict("dim", "Complete", said)
+    if integrity.checked_nbytes == 0:
+        said = (
+            "All files exist and have the right size. There are no checksums to compare their content with."
+        )
+        return verdict("dim", "Complete", said)
     said = f"All {size_text(integrity.checked_nbytes)} were read; nothing is damaged."
     return verdict("good", "Sound", said)
 
@@ -97,7 +102,7 @@ def _figures(part: Inventory, summary: dict[str, Any]) -> dict[str, str]:
         "tensors": f"{summary['tensors']:,} ({size_text(summary['tensor_nbytes'])})",
         "other values": f"{summary['objects']:,} ({size_text(summary['object_nbytes'])})",
         "chunks": f"{summary['chunks']:,}",
-        "files": f"{len(summary['files']) + 1:,}",
+        "files": f"{len(summary['files']) + bool(summary['metadata']['name']):,}",
         "ranks": "not recorded" if summary["world_size"] is None else f"{summary['world_size']:,}",
     }
     if part.record is not None:

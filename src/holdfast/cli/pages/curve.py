@@ -26,6 +26,9 @@ def curve(points: Sequence[tuple[int, float]], value_text: Callable[[float], str
         return ""
     steps, values = [step for step, _ in points], [value for _, value in points]
     lowest, highest = min(values), max(values)
+    if value_text(lowest) == value_text(highest):
+        # What nobody could read is not drawn as a difference.
+        lowest = highest
 
     def across(step: int) -> float:
         first, last = min(steps), max(steps)

@@ -101,7 +101,7 @@ def _scale(end: float, height: float) -> list[str]:
     shapes = []
     for number in range(int(end / step) + 1):
         at = _place(number * step, end)
-        anchor = "start" if number == 0 else "end" if at > 0.97 else "middle"
+        anchor = "start" if number == 0 else "end" if at > 0.92 else "middle"
         shapes += [
             line(at, _TOP - 4, at, height, kind="grid"),
             text(f"{number * step:g} s", at, 11, kind="dim", anchor=anchor),
