@@ -3,17 +3,18 @@
 #   make quick   lint and the quick tests   make soak   every case of the sweeps that make test takes samples of
 #   make lint    style, types, imports      make bench  side by side with torch
 #   make clean   remove what the others made   make docs   the documentation as a site
+#   make pages   the pages of holdfast report, in a real browser
 #   make matrix  the quick tests on several Pythons and torches (docs/support.md)
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: demo test quick soak lint bench matrix docs setup clean
+.PHONY: demo test quick soak lint bench matrix docs pages setup clean
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt scripts/setup.sh
+$(STAMP): pyproject.toml constraints.txt scripts/setup.sh scripts/install_commands.sh
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh scripts/setup.sh && touch $@
 
 demo: $(STAMP)
@@ -28,14 +29,19 @@ lint: $(STAMP)
 # Most slow tests have processes of their own that keep all cores busy; those of one core are shared out.
 # Tests of soak are slow as well.
 test: lint
-	@$(BIN)/python -m pytest -n auto --dist loadfile -m "not soak and (not slow or one_core)"
-	@$(BIN)/python -m pytest -m "slow and not one_core and not soak"
+	@$(BIN)/python -m pytest -n auto --dist loadfile -m "not soak and not browser and (not slow or one_core)"
+	@$(BIN)/python -m pytest -m "slow and not one_core and not soak and not browser"
 
 quick: lint
-	@$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow"
+	@$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow and not browser"
 
 soak: $(STAMP)
 	@$(BIN)/python -m pytest -n auto --dist load -m soak --durations=10
+
+# Not part of make test: a browser takes 400 MB.
+pages: $(STAMP)
+	@sh scripts/install_commands.sh chromium:chromium
+	@$(BIN)/python -m pytest -m browser
 
 bench: $(STAMP)
 	@$(BIN)/python -m benchmarks

@@ -1,15 +1,18 @@
-"""The main job, shown: ranks train, one is killed in the middle of a save, fewer ranks go on, exactly.
+"""The main job, shown: a run is killed, pre-empted and damaged, and goes on exactly, on fewer ranks.
 
 Run it with ``make demo``. Everything it shows happens for real, in the folder ``demo-output``. Each claim is
 checked; the exit status is 1 if one does not hold.
 """
 
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import warnings
+import webbrowser
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +23,17 @@ from job import Ended, run_job
 from torch.distributed import checkpoint as stock
 
 import holdfast
+from holdfast.manager import CheckpointManager
 
 OUTPUT = Path("demo-output")
-CHECKPOINT = OUTPUT / "checkpoint"
-KEPT = OUTPUT / "checkpoint-after-the-crash"
-UNINTERRUPTED = OUTPUT / "uninterrupted"
-STEPS, SAVE_EVERY = 24, 8
-KILLED_RANK, KILLED_AT = 2, 16
+RUN, UNINTERRUPTED = OUTPUT / "run", OUTPUT / "uninterrupted"
+STEPS, SAVE_EVERY = 48, 12
+KILLED_RANK, KILLED_AT = 2, 24
+PREEMPTED_RANK, PREEMPTED_AT = 1, 28
 PATIENCE = 60.0
 """Seconds after which ranks that did not notice the death of another are stopped."""
 
+Losses = dict[int, float]
 claims: dict[str, bool] = {}
 
 
@@ -58,13 +62,13 @@ def ask(*arguments: str) -> tuple[int, Any]:
     return asked.returncode, json.loads(asked.stdout)
 
 
-def train(ranks: int, name: str, checkpoint: Path, *more: str) -> tuple[list[Ended], dict[int, float]]:
+def train(ranks: int, name: str, root: Path, *more: str) -> tuple[list[Ended], Losses]:
     """Run the job; how each rank ended, and the loss of each step."""
     losses = OUTPUT / f"{name}.txt"
     ended = run_job(
         ranks,
         OUTPUT / "logs" / name,
-        *("--checkpoint", str(checkpoint), "--losses", str(losses)),
+        *("--root", str(root), "--losses", str(losses)),
         *("--steps", str(STEPS), "--save-every", str(SAVE_EVERY), *more),
         patience=PATIENCE,
     )
@@ -80,23 +84,28 @@ def went_well(ended: list[Ended]) -> bool:
     return all(rank.status == 0 for rank in ended)
 
 
-def train_uninterrupted() -> dict[int, float]:
+def step_folder(step: int, root: Path = RUN) -> Path:
+    """The checkpoint of a step."""
+    return root / f"step-{step}"
+
+
+def train_uninterrupted() -> Losses:
     """The run to compare with."""
     say("1. Four ranks train a model (FSDP2, AdamW); nothing goes wrong")
-    ended, losses = train(4, "losses-uninterrupted", UNINTERRUPTED)
+    ended, losses = train(4, "uninterrupted-losses", UNINTERRUPTED)
     done = went_well(ended) and len(losses) == STEPS
     claim(f"{STEPS} steps, saved every {SAVE_EVERY}", done, needed=True)
     print(f"     loss {losses[1]:.4f} at the first step, {losses[STEPS]:.4f} at the last")
     return losses
 
 
-def train_until_a_rank_dies() -> dict[int, float]:
+def train_until_a_rank_dies() -> Losses:
     """The same job again, with SIGKILL for one rank while it writes its part of the second checkpoint."""
     say(f"2. The same job; rank {KILLED_RANK} is killed in the middle of the save of step {KILLED_AT}")
     kill = ("--kill-rank", str(KILLED_RANK), "--kill-at", str(KILLED_AT))
-    ended, losses = train(4, "losses-before-the-crash", CHECKPOINT, *kill)
+    ended, losses = train(4, "losses-until-the-kill", RUN, *kill)
     killed = ended[KILLED_RANK]
-    _, shown = ask("show", str(CHECKPOINT))
+    _, shown = ask("show", str(step_folder(SAVE_EVERY)))
     own = (file for file in shown["parts"][0]["files"] if file["name"].startswith(f"__{KILLED_RANK}_"))
     begun, whole = bytes_at_death(killed.output), sum(file["nbytes"] for file in own)
     print(f"     its file had {begun:,} bytes by then; that of the checkpoint before has {whole:,}")
@@ -111,37 +120,66 @@ def train_until_a_rank_dies() -> dict[int, float]:
     claim("every other rank raised an error, none hangs", all(rank.status == 1 for rank in survivors))
     named = all(f"rank {KILLED_RANK}" in rank.error and "write" in rank.error for rank in survivors)
     claim(f"the error names rank {KILLED_RANK} and the step of the save, which is to write", named)
+    status, _ = ask("verify", str(step_folder(SAVE_EVERY)))
+    with CheckpointManager(RUN, read_only=True, no_dist=True) as manager:
+        newest = manager.latest()
+    claim(
+        f"the newest checkpoint is that of step {SAVE_EVERY}, and it is whole: every byte was checked",
+        newest == SAVE_EVERY and status == 0,
+    )
     return losses
 
 
-def look_at_what_is_left() -> None:
-    """The folder after the crash."""
-    say("3. What is in the folder now")
-    status, found = ask("verify", str(CHECKPOINT))
-    for note in found["notes"]:
-        quote(note)
-    claim(f"the checkpoint of step {saved_step(CHECKPOINT)} is whole: every byte was checked", status == 0)
-    claim(f"nothing of step {KILLED_AT} is in it", saved_step(CHECKPOINT) == KILLED_AT - SAVE_EVERY)
-    shutil.copytree(CHECKPOINT, KEPT)
+def train_until_preempted() -> tuple[Losses, int]:
+    """Four new ranks, until SIGTERM comes to one of them; the losses, and the step that was saved then."""
+    say(f"3. Four ranks go on; after step {PREEMPTED_AT} rank {PREEMPTED_RANK} gets SIGTERM (a pre-emption)")
+    signals = ("--preempt-rank", str(PREEMPTED_RANK), "--preempt-at", str(PREEMPTED_AT))
+    ended, losses = train(4, "losses-until-the-preemption", RUN, *signals)
+    said = [re.findall(r"pre-empted after step (\d+)", rank.output) for rank in ended]
+    done = went_well(ended) and all(said) and min(losses) == SAVE_EVERY + 1
+    claim(f"they go on at step {SAVE_EVERY + 1}, and all end with status 0", done, needed=True)
+    steps = {int(step) for found in said for step in found}
+    print(f"     saved and ended after step {', '.join(map(str, sorted(steps)))}")
+    with CheckpointManager(RUN, read_only=True, no_dist=True) as manager:
+        newest = manager.latest()
+    claim("all four ranks saved the same step, and it is the newest", steps == {newest}, needed=True)
+    return losses, steps.pop()
 
 
-def go_on_with_fewer_ranks(uninterrupted: dict[int, float], before: dict[int, float]) -> dict[int, float]:
+def damage_the_newest(step: int) -> None:
+    """Flip one bit."""
+    say(f"4. One bit of the newest checkpoint, step {step}, is flipped on the disk")
+    key, file = flip_a_bit(step_folder(step))
+    status, found = ask("verify", str(step_folder(step)))
+    for damage in found["damage"]:
+        quote(f"{damage['file']}, {', '.join(damage['keys'])}: {damage['message']}")
+    named = [(damage["file"], damage["keys"]) for damage in found["damage"]] == [(file, [key])]
+    claim("holdfast verify names the file and the key", status == 1 and named)
+
+
+def go_on_with_fewer_ranks(uninterrupted: Losses, before: list[Losses], damaged: int) -> Losses:
     """Two new ranks, the same command."""
-    say("4. Two ranks go on from it: the same command, another number of processes")
-    ended, after = train(2, "losses-after-the-restart", CHECKPOINT)
-    first = KILLED_AT - SAVE_EVERY + 1
-    done = went_well(ended) and list(after) == list(range(first, STEPS + 1))
-    claim(f"they start at step {first} and come to the end", done, needed=True)
-    for step in (first, first + 1, KILLED_AT, STEPS):
+    say("5. Two ranks go on: the same command, another number of processes")
+    sound = (damaged - 1) // SAVE_EVERY * SAVE_EVERY
+    ended, after = train(2, "losses-on-two-ranks", RUN)
+    warned = next((line for line in ended[0].output.splitlines() if f"step {damaged}" in line), "")
+    quote(warned)
+    claim(
+        f"the damaged step {damaged} is named and skipped, and step {sound} is restored",
+        f"restored step {sound}, skipped [{damaged}]" in ended[0].output,
+    )
+    done = went_well(ended) and list(after) == list(range(sound + 1, STEPS + 1))
+    claim(f"they start at step {sound + 1} and come to the end", done, needed=True)
+    for step in (sound + 1, damaged, STEPS):
         same = "=" if uninterrupted[step] == after[step] else "is not"
         print(f"     step {step:2}: {uninterrupted[step]!r} uninterrupted {same} {after[step]!r} on 2 ranks")
-    whole = {**before, **after}
-    both = all(before[step] == after[step] for step in before.keys() & after.keys())
+    runs = [*before, after]
+    exact = all(run[step] == uninterrupted[step] for run in runs for step in run)
+    every = set().union(*runs) == uninterrupted.keys()
     claim(
-        f"all {len(whole)} losses are those of the uninterrupted run, to the last bit",
-        both and whole == uninterrupted,
+        f"all {STEPS} losses are those of the uninterrupted run, to the last bit, each time", exact and every
     )
-    ours, theirs = load_everything(CHECKPOINT), load_everything(UNINTERRUPTED)
+    ours, theirs = load_everything(step_folder(STEPS)), load_everything(step_folder(STEPS, UNINTERRUPTED))
     claim(
         f"so are all {len(ours)} tensors of model and optimizer after the last step", same_bits(ours, theirs)
     )
@@ -149,29 +187,14 @@ def go_on_with_fewer_ranks(uninterrupted: dict[int, float], before: dict[int, fl
 
 
 def check_the_last_checkpoint() -> None:
-    """Verified, read by torch, and a flipped bit found."""
-    say("5. The last checkpoint")
-    status, found = ask("verify", str(CHECKPOINT))
+    """Verified, and read by torch."""
+    say("6. The last checkpoint")
+    status, found = ask("verify", str(step_folder(STEPS)))
     sound = status == 0 and not found["notes"]
     claim(f"holdfast verify: sound, {found['checked_nbytes']:,} bytes checked, nothing left over", sound)
-    ours, theirs = load_everything(CHECKPOINT), load_everything(CHECKPOINT, with_torch=True)
+    ours = load_everything(step_folder(STEPS))
+    theirs = load_everything(step_folder(STEPS), with_torch=True)
     claim("stock torch loads it too, in one process, with the same values", same_bits(ours, theirs))
-    damaged = OUTPUT / "damaged"
-    shutil.copytree(CHECKPOINT, damaged)
-    key, file = flip_a_bit(damaged)
-    status, found = ask("verify", str(damaged))
-    for damage in found["damage"]:
-        quote(f"{damage['file']}, {', '.join(damage['keys'])}: {damage['message']}")
-    named = [(damage["file"], damage["keys"]) for damage in found["damage"]] == [(file, [key])]
-    claim("one flipped bit in a copy of it: verify names the file and the key", status == 1 and named)
-    try:
-        load_everything(damaged)
-    except holdfast.errors.ChecksumError as error:
-        refused = key in str(error)
-    else:
-        refused = False
-    claim("and it does not load", refused)
-    shutil.rmtree(damaged)
 
 
 def flip_a_bit(checkpoint: Path) -> tuple[str, str]:
@@ -187,13 +210,6 @@ def flip_a_bit(checkpoint: Path) -> tuple[str, str]:
         file.seek(-1, 1)
         file.write(bytes([byte ^ 0x10]))
     return tensor["key"], chunk["file"]
-
-
-def saved_step(checkpoint: Path) -> int:
-    """The step that a checkpoint is of."""
-    state = {"training": {"step": -1}}
-    holdfast.load(state, checkpoint_id=checkpoint, no_dist=True, strict=False)
-    return state["training"]["step"]
 
 
 def load_everything(checkpoint: Path, *, with_torch: bool = False) -> dict[str, torch.Tensor]:
@@ -221,27 +237,48 @@ def same_bits(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) ->
     )
 
 
+def write_reports(damaged: int) -> dict[str, str]:
+    """Pages of ``holdfast report``, with the words that describe them."""
+    ask("report", str(RUN), "--last", "3", "-o", str(OUTPUT / "run.html"))
+    reports = {"run.html": "the run: all its steps, and why each is kept"}
+    for step, words in (
+        (KILLED_AT, f"step {KILLED_AT}, saved by 4 ranks"),
+        (damaged, f"step {damaged}, saved by 4 ranks at the pre-emption, and damaged since"),
+        (STEPS, f"step {STEPS}, saved by 2 ranks"),
+    ):
+        folder = step_folder(step)
+        if folder.exists():  # the manager keeps the newest three
+            name = f"step-{step}.html"
+            ask("report", str(folder), "--verify", "-o", str(OUTPUT / name))
+            reports[name] = words
+    return reports
+
+
 def main() -> int:
     """Everything in order; the exit status."""
     shutil.rmtree(OUTPUT, ignore_errors=True)
     OUTPUT.mkdir()
     uninterrupted = train_uninterrupted()
-    before = train_until_a_rank_dies()
-    look_at_what_is_left()
-    after = go_on_with_fewer_ranks(uninterrupted, before)
+    until_kill = train_until_a_rank_dies()
+    until_preemption, preempted = train_until_preempted()
+    damage_the_newest(preempted)
+    after = go_on_with_fewer_ranks(uninterrupted, [until_kill, until_preemption], preempted)
     check_the_last_checkpoint()
-    layouts = {
-        f"Who wrote what: the checkpoint of step {KILLED_AT - SAVE_EVERY}, saved by 4 ranks": KEPT,
-        f"The checkpoint of step {STEPS}, saved by the 2 ranks that went on": CHECKPOINT,
-    }
     page = write_page(
         OUTPUT / "demo.html",
-        (uninterrupted, before, after),
-        KILLED_AT,
-        {heading: ask("ls", str(checkpoint))[1] for heading, checkpoint in layouts.items()},
+        uninterrupted,
+        {
+            "4 ranks, until one was killed": until_kill,
+            "4 ranks, until the pre-emption": until_preemption,
+            "2 ranks, to the end": after,
+        },
+        [(KILLED_AT, f"killed in the save of step {KILLED_AT}"), (preempted, "pre-empted; damaged since")],
+        write_reports(preempted),
         claims,
     )
     say(f"{sum(claims.values())} of {len(claims)} claims hold. Pictures of all this: {page}")
+    if sys.stdout.isatty() and os.environ.get("DISPLAY"):
+        webbrowser.open(page.resolve().as_uri())
     return 0 if all(claims.values()) else 1
 
 

@@ -1,61 +1,66 @@
-"""The page that the demo leaves behind: the loss curve and who wrote what, in one file on its own."""
+"""The page that the demo leaves behind: the loss curve and what was claimed, in one file on its own."""
 
 import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from layout_picture import draw_layout, draw_legend
 from loss_picture import draw_losses
 
 _STYLE = """
+:root { color-scheme: light dark; --ink: #1b1f27; --dim: #5d6675; --paper: #f4f5f8; --card: #fff;
+  --line: #8d95a3; --run0: #3b6fb6; --run1: #2f9159; --run2: #c64a5c; --bad: #b3261e; --good: #1c6b3a }
+@media (prefers-color-scheme: dark) { :root { --ink: #e8eaf0; --dim: #9ba4b5; --paper: #121418;
+  --card: #1b1e25; --run0: #6a9ae2; --run1: #5fbd84; --run2: #e57b8a; --bad: #ff8a80; --good: #84d9a1 } }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em;
-  color: #222 }
-svg { width: 100%; font: 12px system-ui, sans-serif; display: block } h2 { margin-top: 2em }
-.head { font-weight: bold } .faint { fill: #888 } .axis { stroke: #888; fill: none }
-.uninterrupted { stroke: #999; stroke-width: 1.5; fill: none } .again { fill: #f3eee3 }
-.before { fill: #4477aa } .after { fill: #fff; stroke: #ee6677; stroke-width: 2 }
-path.crash { stroke: #b00; stroke-width: 2; stroke-dasharray: 5 4 } text.crash { fill: #b00 }
+  color: var(--ink); background: var(--paper) }
+section { background: var(--card); border-radius: 10px; padding: 4px 18px 14px; margin: 16px 0 }
+svg { width: 100%; font: 12px system-ui, sans-serif; display: block } svg text { fill: var(--ink) }
+.axis { stroke: var(--line); fill: none } .uninterrupted { stroke: var(--line); fill: none }
+.run0 { fill: var(--run0) } .run1 { fill: var(--run1) } .run2 { fill: var(--run2) }
+path.end { stroke: var(--bad); stroke-dasharray: 5 4 } svg text.end { fill: var(--bad) }
 .legend span { margin-right: 1.4em; white-space: nowrap }
-.legend i { display: inline-block; width: .8em; height: .8em; margin-right: .4em }
-.ok { color: #27633a } .bad { color: #b00; font-weight: bold }
+.legend i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; border-radius: 50% }
+ul { list-style: none; padding: 0 } .ok::before { content: "✓ "; color: var(--good) }
+.bad::before { content: "✗ "; color: var(--bad) } a { color: var(--run0) }
 """
-_LOSS_LEGEND = """<p class="legend">
-<span><i style="background: #999"></i>4 ranks, uninterrupted</span>
-<span><i style="background: #4477aa"></i>4 ranks, until one was killed</span>
-<span><i style="border: 2px solid #ee6677"></i>2 ranks, from the last complete checkpoint</span></p>"""
 
 
 def write_page(
     target: Path,
-    losses: tuple[Mapping[int, float], Mapping[int, float], Mapping[int, float]],
-    crash: int,
-    layouts: Mapping[str, dict[str, Any]],
+    uninterrupted: Mapping[int, float],
+    runs: Mapping[str, Mapping[int, float]],
+    ends: Sequence[tuple[int, str]],
+    reports: Mapping[str, str],
     claims: Mapping[str, bool],
 ) -> Path:
     """Write the page.
 
     Args:
         target: The file.
-        losses: Step to loss, of the uninterrupted run, of the run until the crash, and of the one after it.
-        crash: The step in whose save a rank was killed.
-        layouts: For each heading, what ``holdfast ls --json`` tells of a checkpoint.
+        uninterrupted: Step to loss of the run that nothing happened to.
+        runs: The same of each part of the other run, by what it is.
+        ends: The steps where a part ended, and why.
+        reports: Pages of ``holdfast report`` beside this one, with the words that lead there.
         claims: What was claimed, and whether it held.
     """
-    uninterrupted, before, after = losses
+    colours = [("uninterrupted", "--line"), *((name, f"--run{at}") for at, name in enumerate(runs))]
+    legend = "".join(
+        f'<span><i style="background: var({colour})"></i>{html.escape(name)}</span>'
+        for name, colour in colours
+    )
     lines = [
-        "<!doctype html><html lang='en'><meta charset='utf-8'><title>Holdfast: the demo</title>",
-        f"<style>{_STYLE}</style><h1>A rank dies in the middle of a save</h1>",
-        f"<h2>The loss curve</h2>{_LOSS_LEGEND}",
-        draw_losses(uninterrupted, before, after, crash=crash),
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Holdfast: the demo</title>',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<style>{_STYLE}</style><h1>A job that is killed, pre-empted and damaged goes on exactly</h1>",
+        f'<section><h2>The loss of each step</h2><p class="legend">{legend}</p>',
+        draw_losses(uninterrupted, list(runs.values()), ends),
+        "</section><section><h2>The checkpoints</h2><ul>",
+        *(f'<li><a href="{name}">{html.escape(words)}</a></li>' for name, words in reports.items()),
+        "</ul></section><section><h2>What was claimed, and checked</h2><ul>",
+        *(
+            f'<li class="{"ok" if held else "bad"}">{html.escape(claim)}</li>'
+            for claim, held in claims.items()
+        ),
     ]
-    for heading, listing in layouts.items():
-        lines.append(f"<h2>{html.escape(heading)}</h2><p class='legend'>{draw_legend(listing)}</p>")
-        lines.append(draw_layout(listing))
-    lines.append("<h2>What was claimed, and checked</h2><ul>")
-    lines += [
-        f"<li class='{'ok' if held else 'bad'}'>{'✓' if held else '✗'} {html.escape(claim)}</li>"
-        for claim, held in claims.items()
-    ]
-    target.write_text("\n".join([*lines, "</ul></html>", ""]), encoding="utf-8")
+    target.write_text("\n".join([*lines, "</ul></section></html>", ""]), encoding="utf-8")
     return target

@@ -1,7 +1,8 @@
-"""A training job as its owner would write it: FSDP2, AdamW, a schedule, and a checkpoint every few steps.
+"""A training job as its owner would write it: FSDP2, AdamW, a schedule, and a manager of its checkpoints.
 
-``make demo`` starts it; so does ``torchrun --nproc-per-node 4 examples/training.py --checkpoint run``. It
-goes on from the checkpoint if there is one, on as many ranks as it is given (1, 2 or 4).
+``make demo`` starts it; so does ``torchrun --nproc-per-node 4 examples/training.py --root run``. It goes on
+from the newest sound checkpoint, on as many ranks as it is given (1, 2 or 4). If SIGTERM comes to any rank,
+all ranks save the same step and end.
 
 Its losses do not depend on the number of ranks, to the last bit. That is not what sharded training gives by
 itself, because sums of rounded numbers depend on their order. Three choices make it so:
@@ -16,7 +17,9 @@ itself, because sums of rounded numbers depend on their order. Three choices mak
 """
 
 import argparse
+import logging
 import os
+import signal
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import holdfast
+from holdfast.manager import CheckpointManager, EverySteps, Last, Preempted
 
 MICRO_BATCHES, SAMPLES = 4, 16
 FEATURES, HIDDEN, CLASSES = 128, 768, 10
@@ -95,32 +99,53 @@ def make_micro_batch(step: int, place: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def train(arguments: argparse.Namespace) -> Iterator[tuple[int, float]]:
-    """Go on from the checkpoint, if there is one, to the last step, saving on the way; yields the losses."""
+    """Go on from the newest checkpoint, if there is one, saving on the way; yields the losses."""
     training = Training(arguments.steps)
-    state = training.state
-    try:
-        holdfast.load({"training": state}, checkpoint_id=arguments.checkpoint)
-    except holdfast.errors.CheckpointNotFoundError:
-        pass  # the first start; a checkpoint that is there but damaged raises another error, and ends the job
-    for step in range(state.step + 1, arguments.steps + 1):
-        yield step, training.step(step)
-        state.step = step
-        if step % arguments.save_every == 0:
-            fatal = step == arguments.kill_at and dist.get_rank() == arguments.kill_rank
-            planner = FatalPlanner(arguments.checkpoint, dist.get_rank()) if fatal else None
-            holdfast.save({"training": state}, checkpoint_id=arguments.checkpoint, planner=planner)
+    state = {"training": training.state}
+    when = EverySteps(arguments.save_every) | Preempted()
+    with CheckpointManager(arguments.root, keep=Last(3), when=when) as manager:
+        restored = manager.restore(state)  # None at the first start
+        if restored is not None and dist.get_rank() == 0:
+            print(f"restored step {restored.step}, skipped {sorted(restored.skipped)}", flush=True)
+        for step in range(training.state.step + 1, arguments.steps + 1):
+            loss = training.step(step)
+            yield step, loss
+            training.state.step = step
+            inject_preemption(arguments, step)
+            if manager.should_save(step):
+                planner = fatal_planner(arguments, step)
+                manager.save(step, state, metrics={"loss": loss}, planner=planner)
+            if manager.should_stop:
+                print(f"pre-empted after step {step}", flush=True)
+                return
+
+
+def inject_preemption(arguments: argparse.Namespace, step: int) -> None:
+    """For the demo: SIGTERM for one rank, as a cluster sends it that wants its machine back."""
+    if step == arguments.preempt_at and dist.get_rank() == arguments.preempt_rank:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fatal_planner(arguments: argparse.Namespace, step: int) -> FatalPlanner | None:
+    """For the demo: what kills one rank in the middle of the save of a step; None for all others."""
+    if step != arguments.kill_at or dist.get_rank() != arguments.kill_rank:
+        return None
+    return FatalPlanner(arguments.root / f"step-{step}", dist.get_rank())
 
 
 def main() -> None:
     """One rank of the job; its number and the address of the others are in the environment."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--checkpoint", type=Path, required=True, help="the folder, made at the first save")
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--root", type=Path, required=True, help="the folder of the run; need not exist")
+    parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--save-every", type=int, default=8)
     parser.add_argument("--losses", type=Path, default=Path(os.devnull), help="a line for each step")
     parser.add_argument("--kill-rank", type=int, help="the rank that dies ...")
     parser.add_argument("--kill-at", type=int, help="... in the middle of the save of this step")
+    parser.add_argument("--preempt-rank", type=int, help="the rank that gets SIGTERM ...")
+    parser.add_argument("--preempt-at", type=int, help="... after this step")
     arguments = parser.parse_args()
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     # More threads than cores only disturb each other, and one adds in the same order every time.
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -22,21 +22,4 @@ printf 'Installing holdfast and its tools (once; torch is large)\n'
   fail "pip could not install the packages above. Is a package index reachable, and is there a wheel of
 torch $(sed -n 's/^torch==//p' constraints.txt) for $("$PYTHON" --version)? Run it again with: make setup"
 
-# Commands that tests start, with their packages of Debian and Ubuntu; tests/support/tools.py has the same list.
-PATH=$PATH:/usr/sbin:/sbin
-missing=
-for pair in strace:strace mount:mount mkfs.ext4:e2fsprogs ip:iproute2; do
-  command -v "${pair%%:*}" >/dev/null 2>&1 || missing="$missing ${pair#*:}"
-done
-if [ -n "$missing" ]; then
-  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
-    printf 'Installing%s for the tests\n' "$missing"
-    export DEBIAN_FRONTEND=noninteractive
-    # A fresh machine has no lists of packages yet.
-    # shellcheck disable=SC2086
-    { apt-get -qq update && apt-get -qqy install --no-install-recommends $missing >/dev/null; } &&
-      missing= || printf '\nwarning: apt-get could not install%s\n' "$missing" >&2
-  fi
-  [ -z "$missing" ] || printf 'warning: some tests of make test will fail without these packages:%s
-Install them as root: apt-get install%s\n' "$missing" "$missing" >&2
-fi
+sh "$(dirname "$0")/install_commands.sh" strace:strace mount:mount mkfs.ext4:e2fsprogs ip:iproute2

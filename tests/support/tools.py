@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 
 _PACKAGES = {
+    "chromium": "chromium",
     "ip": "iproute2",
     "mkfs.ext4": "e2fsprogs",
     "mount": "mount",
     "strace": "strace",
     "umount": "mount",
 }
-"""The package of Debian and Ubuntu that has each command. scripts/setup.sh installs the same ones."""
+"""The package of Debian and Ubuntu that has each command. scripts/setup.sh installs them, and
+``make pages`` the browser."""
 
 
 def need_command(name: str) -> str:

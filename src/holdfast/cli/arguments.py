@@ -79,6 +79,22 @@ examples:
 """
 
 
+_REPORT = """\
+Draw a checkpoint as one HTML page: its size by module, which rank wrote which part of which tensor, dtypes,
+how even files and ranks are, how the save went, and whether it is sound. The page needs no network and can
+be sent to others. If PATH has no checkpoint but steps of a run, the page shows the run: sizes, durations and
+metrics of the steps, what is kept and why.
+"""
+
+_REPORT_EXAMPLES = """\
+examples:
+  holdfast report run/step-1000
+  holdfast report run/step-1000 -o step-1000.html --verify
+  holdfast report s3://bucket/run/step-1000 -o step-1000.html
+  holdfast report run --last 3 --best 1 --metric loss
+"""
+
+
 _CP = """\
 Copy a checkpoint to another place: a folder or a URL. Files are copied as they are. The copy is read back
 and every byte is compared with the recorded checksums. Only then it becomes a checkpoint, in one step: a
@@ -193,6 +209,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_verify(_command(commands, "verify", "check every byte", _VERIFY, _VERIFY_EXAMPLES, several=True))
     _add_trace(_command(commands, "trace", "how long the save took, and where", _TRACE, _TRACE_EXAMPLES))
+    _add_report(_command(commands, "report", "draw it as an HTML page", _REPORT, _REPORT_EXAMPLES))
     _add_cp(_command(commands, "cp", "copy it to another place, checked", _CP, _CP_EXAMPLES))
     about_convert = "convert", "into another format, checked", _CONVERT, _CONVERT_EXAMPLES
     _add_convert(_command(commands, *about_convert))
@@ -216,8 +233,8 @@ def _command(
     about: str,
     examples: str,
     *,
-    several: bool = False,
     root: bool = False,
+    several: bool = False,
 ) -> argparse.ArgumentParser:
     """A command on one checkpoint, on several, or on the root of a run."""
     parser = _bare_command(commands, name, summary, about, examples)
@@ -277,6 +294,20 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="write a trace in the JSON format of Chrome")
 
 
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        default="report.html",
+        help="where the page goes; default: report.html, which is replaced",
+    )
+    parser.add_argument("--verify", action="store_true", help="read every byte, and tell what is damaged")
+    run = parser.add_argument_group("of a run", "which steps are kept, so that the page tells why")
+    _add_keep(run)
+    _add_name(run)
+
+
 def _add_cp(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="TARGET", help="where to: a folder or URL, which need not exist")
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is there")
@@ -329,6 +360,12 @@ def _add_steps(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_prune(parser: argparse.ArgumentParser) -> None:
+    _add_keep(parser)
+    parser.add_argument("--dry-run", action="store_true", help="only tell what would be deleted")
+    _add_name(parser)
+
+
+def _add_keep(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     parser.add_argument("--last", type=_positive, metavar="N", help="keep the newest N")
     parser.add_argument("--every", type=_positive, metavar="N", help="keep multiples of N")
     parser.add_argument("--within", metavar="TIME", help="keep what was saved in this time before the newest")
@@ -336,11 +373,9 @@ def _add_prune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--best", type=_positive, metavar="N", help="keep the best N; needs --metric")
     parser.add_argument("--metric", metavar="NAME", help="the metric for --best; the lowest is the best")
     parser.add_argument("--highest", action="store_true", help="the highest metric is the best")
-    parser.add_argument("--dry-run", action="store_true", help="only tell what would be deleted")
-    _add_name(parser)
 
 
-def _add_name(parser: argparse.ArgumentParser) -> None:
+def _add_name(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--name", metavar="FORM", help="how folders are called, as step-{step}; default: as most of them are"
     )

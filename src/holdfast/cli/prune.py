@@ -13,13 +13,13 @@ from holdfast.cli.run_steps import open_root
 from holdfast.cli.text import counted, printable, write_json, write_lines
 from holdfast.errors import UsageError
 
-__all__ = ["run"]
+__all__ = ["keep_policy", "run"]
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Delete, or with --dry-run only tell; returns the exit code."""
     try:
-        policy = _policy(arguments)
+        policy = _needed_policy(arguments)
     except UsageError as error:
         print("holdfast:", error, file=sys.stderr)
         return WRONG_USAGE
@@ -39,7 +39,19 @@ def run(arguments: argparse.Namespace) -> int:
     return UNREADABLE if pruning.failed else FINE
 
 
-def _policy(arguments: argparse.Namespace) -> KeepPolicy:
+def _needed_policy(arguments: argparse.Namespace) -> KeepPolicy:
+    policy = keep_policy(arguments)
+    if policy is None:
+        raise UsageError("what is to be kept? Pass --last, --every, --within, --steps or --best")
+    return policy
+
+
+def keep_policy(arguments: argparse.Namespace) -> KeepPolicy | None:
+    """What the options say that is kept; None if they say nothing.
+
+    Raises:
+        UsageError: They make no sense together.
+    """
     if (arguments.best is None) != (arguments.metric is None):
         raise UsageError("--best and --metric belong together: --best 2 --metric loss")
     parts: list[KeepPolicy] = []
@@ -48,6 +60,4 @@ def _policy(arguments: argparse.Namespace) -> KeepPolicy:
     parts += [Within(arguments.within)] if arguments.within else []
     parts += [Steps(arguments.steps)] if arguments.steps else []
     parts += [Best(arguments.best, arguments.metric, arguments.highest)] if arguments.best else []
-    if not parts:
-        raise UsageError("what is to be kept? Pass --last, --every, --within, --steps or --best")
-    return reduce(or_, parts)
+    return reduce(or_, parts) if parts else None

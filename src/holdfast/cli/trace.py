@@ -1,17 +1,15 @@
 """``holdfast trace``: what the save of a checkpoint did, by phase and rank."""
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Iterator
 
-from holdfast._contents.opening import LARGEST_METADATA, Checkpoint, SafetensorsModel, find_checkpoint
-from holdfast._format import manifest, metadata_file
-from holdfast._format.stored_record import open_record
+from holdfast._contents.opening import find_checkpoint
 from holdfast._human_units import rate_text, seconds_text, size_text
 from holdfast._record_outputs.chrome_trace import chrome_trace
-from holdfast._transfer_record import PhaseSummary, TransferRecord, summarize
+from holdfast._transfer_record import PhaseSummary, TransferRecord
 from holdfast.cli.exit_codes import FINE
+from holdfast.cli.save_record import joined_record
 from holdfast.cli.text import aligned, counted, printable, write_json, write_lines
 from holdfast.errors import CheckpointNotFoundError
 
@@ -20,58 +18,23 @@ __all__ = ["run"]
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the record of the save, or write it as a trace, and return the exit code."""
-    record = _read_record(find_checkpoint(arguments.path), arguments.path)
-    if arguments.output is not None:
-        with open(arguments.output, "w", encoding="utf-8") as file:
-            json.dump(chrome_trace(record), file)
-    if arguments.json:
-        write_json({"schema": "holdfast.trace/1", "path": arguments.path, "record": record.as_dict()})
-    else:
-        write_lines(_lines(arguments.path, record))
-        if arguments.output is not None:
-            write_lines([f"trace: {printable(arguments.output)} (open it in Perfetto, or chrome://tracing)"])
-    return FINE
-
-
-def _read_record(checkpoint: Checkpoint, path: str) -> TransferRecord:
-    """The record of a checkpoint. Parts that ranks saved each for itself become one.
-
-    Raises:
-        CheckpointNotFoundError: There is no record.
-    """
-    found: list[TransferRecord] = []
-    is_model = isinstance(checkpoint, SafetensorsModel)
-    for _, name in [] if is_model else checkpoint.metadata_names:
-        where = f"{checkpoint.store.url}/{name}"
-        stored = metadata_file.split(
-            checkpoint.store.read(name, max_bytes=LARGEST_METADATA), path=where
-        ).manifest
-        described = None if stored is None else manifest.decode(stored, path=where)
-        if described is not None and described.record is not None:
-            found.append(open_record(described.record, described.checkpoint_id or path))
-    if not found:
+    path = arguments.path
+    record = joined_record(part.record for part in find_checkpoint(path).parts())
+    if record is None:
         raise CheckpointNotFoundError(
             f"{path}: has no record of its save: something else than holdfast wrote it, or an older version",
             path=path,
         )
-    return found[0] if len(found) == 1 else _together(found)
-
-
-def _together(parts: list[TransferRecord]) -> TransferRecord:
-    first = min(parts, key=lambda part: part.started_at)
-    rows = [
-        dataclasses.replace(row, start=row.start + part.started_at - first.started_at)
-        for part in parts
-        for row in part.ranks
-    ]
-    return dataclasses.replace(
-        first,
-        world_size=len(rows),
-        seconds=max(row.start + row.seconds for row in rows),
-        nbytes=sum(part.nbytes for part in parts),
-        phases=summarize(rows),
-        ranks=rows,
-    )
+    if arguments.output is not None:
+        with open(arguments.output, "w", encoding="utf-8") as file:
+            json.dump(chrome_trace(record), file)
+    if arguments.json:
+        write_json({"schema": "holdfast.trace/1", "path": path, "record": record.as_dict()})
+    else:
+        write_lines(_lines(path, record))
+        if arguments.output is not None:
+            write_lines([f"trace: {printable(arguments.output)} (open it in Perfetto, or chrome://tracing)"])
+    return FINE
 
 
 def _lines(path: str, record: TransferRecord) -> Iterator[str]:

@@ -13,7 +13,7 @@ from holdfast.cli.exit_codes import DAMAGED, FINE
 from holdfast.cli.failures import run_each
 from holdfast.cli.text import Style, counted, printable, size_text, write_json, write_lines
 
-__all__ = ["run"]
+__all__ = ["run", "where_text"]
 
 _MOST_THREADS = 4
 
@@ -57,7 +57,7 @@ def _lines(
 ) -> Iterator[str]:
     style = Style(sys.stdout)
     for damage in damages:
-        yield f"{style.bad('damaged')}  {printable(_where(damage))}: {printable(damage.message)}"
+        yield f"{style.bad('damaged')}  {printable(where_text(damage))}: {printable(damage.message)}"
     if quiet:
         return
     for note in report.notes:
@@ -71,7 +71,8 @@ def _lines(
     yield f"{printable(path)}: {verdict}: {what}, {size_text(report.checked_nbytes)} checked"
 
 
-def _where(damage: Damage) -> str:
+def where_text(damage: Damage) -> str:
+    """Where a damage is: file, place and keys, as far as they are known."""
     words = [] if damage.rank is None else [f"rank {damage.rank}"]
     if damage.file is not None:
         words.append(damage.file)

@@ -1,158 +1,142 @@
 """Owns the page of one checkpoint: what it holds, who wrote which part, how the save went, is it sound."""
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-from holdfast._contents.inventory import Inventory
+from holdfast._contents.inventory import Inventory, TensorEntry
 from holdfast._format.names import parse_data_file
 from holdfast._human_units import rate_text, seconds_text, size_text
-from holdfast._transfer_record import TransferRecord
 from holdfast.cli.pages.bars import Bar, bars
-from holdfast.cli.pages.colours import phase_colour, rank_colour
-from holdfast.cli.pages.page import facts, legend, page, section, table
-from holdfast.cli.pages.shard_map import shard_map
-from holdfast.cli.pages.timeline import timeline
+from holdfast.cli.pages.colours import RankColours
+from holdfast.cli.pages.page import columns, facts, page, section, table, verdict
+from holdfast.cli.pages.save_section import save_section
+from holdfast.cli.pages.shard_map import rank_legend, shard_map
 from holdfast.cli.pages.treemap import treemap
-from holdfast.cli.tree import entry_nbytes, make_tree
+from holdfast.cli.text import counted, shape_text
+from holdfast.cli.tree import Entry, entry_nbytes, make_tree
 
-__all__ = ["checkpoint_page"]
+__all__ = ["Integrity", "checkpoint_page"]
 
-_MOST_LARGEST = 25
+_MOST_LARGEST = 20
+_MOST_FINDINGS = 200
+_MOST_BARS = 12
 
 
-def checkpoint_page(
-    place: str,
-    part: Inventory,
-    summary: dict[str, Any],
-    record: TransferRecord | None,
-    damages: list[str] | None,
-) -> str:
+class Integrity(NamedTuple):
+    """Whether a checkpoint is sound.
+
+    Attributes:
+        wrong: What is wrong, in a sentence each.
+        notes: What is worth knowing, and what could not be checked.
+        checked_nbytes: How many bytes were read; None if only the sizes of files were compared.
+    """
+
+    wrong: Sequence[str]
+    notes: Sequence[str] = ()
+    checked_nbytes: int | None = None
+
+
+def checkpoint_page(place: str, part: Inventory, summary: dict[str, Any], integrity: Integrity) -> str:
     """The page.
 
     Args:
         place: The checkpoint, as the user named it.
         part: What it holds.
         summary: It in numbers; see ``summarize``.
-        record: What the save did; None if nobody recorded it.
-        damages: What was found when every byte was read; None if that was not done.
+        integrity: Whether it is sound.
     """
     created = (summary["created"] or "").replace("T", " ").replace("Z", " UTC")
     under = ", ".join(word for word in (summary["format"], summary["software"], created) if word)
-    return page(place, under, _sections(part, summary, record, damages))
+    return page(place, under, _sections(part, summary, integrity))
 
 
-def _sections(
-    part: Inventory, summary: dict[str, Any], record: TransferRecord | None, damages: list[str] | None
-) -> Iterator[str]:
+def _sections(part: Inventory, summary: dict[str, Any], integrity: Integrity) -> Iterator[str]:
     ranks = _ranks_of(part)
-    yield section("At a glance", "", _overview(part, summary, record, damages))
-    yield _integrity(part, summary, damages)
-    yield section(
-        "Size by module",
-        "Each rectangle is as large as its bytes; colours tell the largest modules apart.",
-        # By the dots of names: a flat state has no other structure.
-        treemap(make_tree(part.entries, {}, "size")),
-    )
-    if part.tensors:
+    colours = RankColours(ranks.values())
+    yield _verdict(integrity)
+    yield facts(_figures(part, summary))
+    if integrity.wrong:
+        rows = [[one] for one in integrity.wrong[:_MOST_FINDINGS]]
+        more = len(integrity.wrong) - len(rows)
+        about = f"{more:,} more are not listed: holdfast verify lists all." if more else ""
+        yield section("What is damaged", about, table(["where, and what"], rows))
+    # By the dots of names: a flat state has no other structure.
+    yield section("Size by module", "The area shows the bytes.", treemap(make_tree(part.entries, {}, "size")))
+    if colours.ranks or any(len(tensor.chunks) > 1 for tensor in part.tensors):
         yield section(
-            "Who wrote which part",
-            "A tensor is a sheet: its first dimension goes down, the others go across. Tensors divided "
-            "alike share a sheet.",
-            legend(_rank_entries(ranks)),
-            shard_map(part.tensors, ranks),
+            "Which rank wrote what",
+            "The first dimension goes down, the second across. Tensors divided alike are drawn once.",
+            rank_legend(colours),
+            shard_map(part.tensors, ranks, colours),
         )
-    if record is not None and record.ranks:
-        yield _save(record)
-    yield section("Types", "", bars(_dtype_bars(summary), most=20, label="bytes by type"))
-    yield from _balance(summary, ranks)
+    if part.record is not None and part.record.ranks:
+        yield save_section(part.record)
+    yield columns(
+        section("Data types", "", bars(_dtype_bars(summary), most=_MOST_BARS, label="bytes by data type")),
+        *_balance(summary, ranks, colours),
+    )
     yield _largest(part)
+    yield _checks(part, summary, integrity)
 
 
-def _overview(
-    part: Inventory, summary: dict[str, Any], record: TransferRecord | None, damages: list[str] | None
-) -> str:
-    rows = {
-        "tensors": f"{summary['tensors']:,} with {size_text(summary['tensor_nbytes'])}",
-        "other values": f"{summary['objects']:,} with {size_text(summary['object_nbytes'])}",
+def _verdict(integrity: Integrity) -> str:
+    if integrity.wrong:
+        return verdict("bad", "Damaged", f"{counted(len(integrity.wrong), 'problem')} found.")
+    if integrity.checked_nbytes is None:
+        said = "All files exist and have the right size. Their content was not read for this page."
+        return verdict("dim", "Complete", said)
+    if integrity.checked_nbytes == 0:
+        said = (
+            "All files exist and have the right size. There are no checksums to compare their content with."
+        )
+        return verdict("dim", "Complete", said)
+    said = f"All {size_text(integrity.checked_nbytes)} were read; nothing is damaged."
+    return verdict("good", "Sound", said)
+
+
+def _figures(part: Inventory, summary: dict[str, Any]) -> dict[str, str]:
+    stored = sum(file["nbytes"] or 0 for file in summary["files"]) + summary["metadata"]["nbytes"]
+    figures = {
+        "on disk": size_text(stored),
+        "tensors": f"{summary['tensors']:,} ({size_text(summary['tensor_nbytes'])})",
+        "other values": f"{summary['objects']:,} ({size_text(summary['object_nbytes'])})",
         "chunks": f"{summary['chunks']:,}",
-        "files": f"{len(summary['files']):,}",
+        "files": f"{len(summary['files']) + bool(summary['metadata']['name']):,}",
         "ranks": "not recorded" if summary["world_size"] is None else f"{summary['world_size']:,}",
-        "stock torch": "can read it" if summary["torch_readable"] else "cannot read it",
     }
-    if record is not None:
-        rows["saved in"] = f"{seconds_text(record.seconds)}, {rate_text(record.rate)}"
-        rows["trainer waited"] = seconds_text(record.stall)
-    if part.transforms:
-        rows["transforms"] = ", ".join("+".join(stack) for stack in part.transforms)
-    if damages is not None:
-        rows["every byte read"] = "sound" if not damages else f"{len(damages):,} damages"
-    return facts(rows)
+    if part.record is not None:
+        figures["saved in"] = f"{seconds_text(part.record.seconds)} ({rate_text(part.record.rate)})"
+        figures["trainer waited"] = seconds_text(part.record.stall)
+    return figures
 
 
-def _integrity(part: Inventory, summary: dict[str, Any], damages: list[str] | None) -> str:
-    wrong = [f"{file['name']}: {file['state']}" for file in summary["files"] if file["state"] != "present"]
-    wrong += damages or []
-    if wrong:
-        verdict = f'<p class="bad">Damaged: {len(wrong):,} findings.</p>'
-        return section("Integrity", "", verdict, table(["what is wrong"], [[one] for one in wrong[:200]]))
-    checks = (
-        f"A CRC-32 for every {size_text(part.block_size)} is recorded."
-        if part.block_size
-        else "No checksums of ours are recorded: damage inside of tensors may go unnoticed."
+def _checks(part: Inventory, summary: dict[str, Any], integrity: Integrity) -> str:
+    checksums = (
+        f"a CRC-32 for every {size_text(part.block_size)}" if part.block_size else "none of holdfast's"
     )
-    if damages is None:
-        verdict = '<p class="good">All files are there, and as long as they must be.</p>'
-        checks += " Their content was not read for this page: --verify does that."
-    else:
-        verdict = '<p class="good">Every byte was read, and is as it was written.</p>'
-    return section("Integrity", checks, verdict)
-
-
-def _save(record: TransferRecord) -> str:
-    slowest = record.slowest
-    about = "Pale parts are waits for other ranks."
-    if record.world_size > 1 and slowest is not None:
-        about += (
-            f" Rank {slowest.rank} held the others up most: {seconds_text(slowest.seconds)} in "
-            f"'{slowest.phase}', where the rank in the middle took {seconds_text(slowest.median)}."
-        )
+    transforms = [f"{' + '.join(stack)}: {counted(n, 'item')}" for stack, n in part.transforms.items()]
     rows = [
-        (
-            phase.name,
-            size_text(phase.nbytes) if phase.nbytes else "",
-            seconds_text(phase.shortest),
-            seconds_text(phase.median),
-            seconds_text(phase.longest),
-            f"rank {phase.slowest_rank}",
-            seconds_text(phase.waited),
-        )
-        for phase in record.phases
+        ("checksums", checksums),
+        ("content", "read" if integrity.checked_nbytes is not None else "not read; --verify reads it"),
+        ("torch.distributed.checkpoint", "can read it" if summary["torch_readable"] else "cannot read it"),
+        ("saved as", summary["checkpoint_id"] or "not recorded"),
+        ("save id", summary["save_id"] or "not recorded"),
+        ("transforms", "; ".join(transforms) or "none"),
+        *(("note", note) for note in integrity.notes[:_MOST_FINDINGS]),
     ]
-    head = ("phase", "bytes", "quickest", "median", "slowest", "which", "longest wait")
-    events = ", ".join(f"{count:,} x {name}" for name, count in record.events.items())
-    return section(
-        "How the save went",
-        about + (f" Also seen: {events}." if events else ""),
-        legend((phase.name, phase_colour(phase.name)) for phase in record.phases),
-        timeline(record),
-        table(head, rows, numbers=(1, 2, 3, 4, 6)),
-    )
+    return section("Format and integrity", "", table((), rows, keys=(1,)))
 
 
 def _dtype_bars(summary: dict[str, Any]) -> list[Bar]:
     return [
-        Bar(
-            total["dtype"],
-            total["nbytes"],
-            "1 tensor" if total["tensors"] == 1 else f"{total['tensors']:,} tensors",
-            f"c{min(number, 7)}",
-        )
-        for number, total in enumerate(summary["dtypes"])
+        Bar(total["dtype"], total["nbytes"], counted(total["tensors"], "tensor"))
+        for total in summary["dtypes"]
     ]
 
 
-def _balance(summary: dict[str, Any], ranks: dict[str, int | None]) -> Iterator[str]:
+def _balance(summary: dict[str, Any], ranks: dict[str, int | None], colours: RankColours) -> Iterator[str]:
+    """How even ranks and files are."""
     sizes = {file["name"]: file["nbytes"] or 0 for file in summary["files"]}
     by_rank: Counter[int] = Counter()
     for name, nbytes in sizes.items():
@@ -160,38 +144,34 @@ def _balance(summary: dict[str, Any], ranks: dict[str, int | None]) -> Iterator[
         if rank is not None:
             by_rank[rank] += nbytes
     if len(by_rank) > 1:
+        many = len(by_rank) > _MOST_BARS
+        order = by_rank.most_common() if many else sorted(by_rank.items())
+        rows = [Bar(f"rank {rank}", nbytes, colour=colours.of(rank)) for rank, nbytes in order]
         mean = sum(by_rank.values()) / len(by_rank)
-        rows = [
-            Bar(f"rank {rank}", nbytes, f"{nbytes / mean:.2f} of the mean" if mean else "", rank_colour(rank))
-            for rank, nbytes in by_rank.most_common()
-        ]
-        about = "How many bytes each rank wrote, the most first."
-        yield section("Balance over ranks", about, bars(rows, most=16, label="bytes by rank"))
+        most = max(by_rank.values()) / mean - 1 if mean else 0.0
+        about = (
+            f"The largest share is {most:.0%} above the mean."
+            if round(100 * most)
+            else "All shares are equal."
+        )
+        yield section("Bytes by rank", about, bars(rows, most=_MOST_BARS, label="bytes by rank"))
     files = sorted(sizes.items(), key=lambda pair: -pair[1])
-    rows = [Bar(name, nbytes, colour=rank_colour(ranks.get(name))) for name, nbytes in files]
-    yield section("Files", "The largest first.", bars(rows, most=12, label="bytes by file"))
+    if len(files) != len(by_rank):
+        rows = [Bar(name, nbytes, colour=colours.of(ranks.get(name))) for name, nbytes in files]
+        yield section("Bytes by file", "", bars(rows, most=_MOST_BARS, label="bytes by file"))
 
 
 def _largest(part: Inventory) -> str:
     entries = sorted(part.entries, key=lambda entry: -entry_nbytes(entry))[:_MOST_LARGEST]
-    tensors = {tensor.key: tensor for tensor in part.tensors}
-    rows = []
-    for entry in entries:
-        tensor = tensors.get(entry.key)
-        what = f"{tensor.dtype} {list(tensor.shape)}" if tensor else "object"
-        rows.append((entry.key, what, size_text(entry_nbytes(entry))))
-    return section("Largest values", "", table(("key", "what", "size"), rows, numbers=(2,)))
+    rows = [(entry.key, *_kind(entry), size_text(entry_nbytes(entry))) for entry in entries]
+    return section("Largest values", "", table(("key", "type", "shape", "size"), rows, numbers=(3,)))
+
+
+def _kind(entry: Entry) -> tuple[str, str]:
+    return (entry.dtype, shape_text(entry.shape)) if isinstance(entry, TensorEntry) else ("object", "")
 
 
 def _ranks_of(part: Inventory) -> dict[str, int | None]:
     """For each file the rank that wrote it; None if its name does not say."""
     parsed = {name: parse_data_file(name) for name in part.files}
     return {name: file.rank if file else None for name, file in parsed.items()}
-
-
-def _rank_entries(ranks: dict[str, int | None]) -> list[tuple[str, str]]:
-    known = sorted({rank for rank in ranks.values() if rank is not None})
-    entries = [(f"rank {rank}", rank_colour(rank)) for rank in known[:7]]
-    if len(known) > 7:
-        entries.append((f"and so on, to rank {known[-1]}", rank_colour(known[7])))
-    return entries or [("rank not recorded", rank_colour(None))]

@@ -1,22 +1,21 @@
 """Owns the frame of a page: one HTML file with its rules inside, and nothing that is loaded."""
 
 from collections.abc import Iterable, Sequence
-from html import escape
 from importlib import resources
 
 from holdfast._version import __version__
-from holdfast.cli.pages.svg import element
+from holdfast.cli.pages.svg import as_html, element, key_html
 
-__all__ = ["facts", "legend", "page", "section", "table"]
+__all__ = ["columns", "facts", "legend", "page", "scale_legend", "section", "table", "verdict"]
 
 
-def page(title: str, under: str, sections: Iterable[str]) -> str:
+def page(title: str, under: str, content: Iterable[str]) -> str:
     """A whole page.
 
     Args:
         title: What it is about.
         under: A line below the title.
-        sections: What stands on it, as HTML.
+        content: What stands on it, as HTML.
     """
     style = resources.files(__package__).joinpath("style.css").read_text(encoding="utf-8")
     return (
@@ -24,46 +23,65 @@ def page(title: str, under: str, sections: Iterable[str]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         # Nothing may be loaded and no script may run, whatever the names in a checkpoint say.
         '<meta http-equiv="Content-Security-Policy" '
-        "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
-        f"<title>{escape(title)}</title><style>\n{style}</style></head>\n<body><main>"
-        f"<h1>{escape(title)}</h1>"
-        f'<p class="dim">{escape(under)}</p>'
-        f"{''.join(sections)}"
-        f"<footer>Made by holdfast {escape(__version__)}.</footer></main></body></html>\n"
+        "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{as_html(title)}</title><style>\n{style}</style></head>\n<body><main>"
+        f"<header><h1>{as_html(title)}</h1><p>{as_html(under)}</p></header>\n"
+        f"{''.join(content)}"
+        f"<footer>holdfast {as_html(__version__)}</footer></main></body></html>\n"
     )
+
+
+def verdict(kind: str, word: str, sentence: str) -> str:
+    """One word that everybody looks for first, and a sentence about it; ``kind`` is good, bad or dim."""
+    return element("p", f"<b>{as_html(word)}</b> {as_html(sentence)}", class_=f"verdict {kind}") + "\n"
 
 
 def section(title: str, about: str, *content: str) -> str:
     """A card with a title, a sentence about it, and what stands below."""
-    said = element("p", escape(about), class_="dim") if about else ""
-    return element("section", f"<h2>{escape(title)}</h2>{said}{''.join(content)}") + "\n"
+    sentence = element("p", as_html(about), class_="dim") if about else ""
+    return element("section", f"<h2>{as_html(title)}</h2>{sentence}{''.join(content)}") + "\n"
+
+
+def columns(*sections: str) -> str:
+    """Sections side by side, where there is room."""
+    return element("div", "".join(sections), class_="columns") + "\n"
 
 
 def facts(rows: dict[str, str]) -> str:
     """A few facts, each with its name."""
-    return element(
-        "dl",
-        "".join(
-            f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in rows.items()
-        ),
-        class_="facts",
-    )
+    cells = (f"<div><dt>{as_html(name)}</dt><dd>{as_html(value)}</dd></div>" for name, value in rows.items())
+    return element("dl", "".join(cells), class_="facts") + "\n"
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
     """What colours mean: names, each with the class of its colour."""
-    said = "".join(f'<span><i class="{colour}"></i>{escape(name)}</span>' for name, colour in entries)
-    return element("div", said, class_="legend")
+    cells = (f'<span><i class="{colour}"></i>{as_html(name)}</span>' for name, colour in entries)
+    return element("div", "".join(cells), class_="legend")
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = ()) -> str:
-    """A table; the columns of ``numbers`` are aligned to the right."""
+def scale_legend(first: str, shades: Iterable[str], last: str) -> str:
+    """What a scale of colours means: the names of its ends."""
+    strip = "".join(f'<i class="{shade}"></i>' for shade in shades)
+    return element("div", f"<b>{as_html(first)}</b>{strip}<b>{as_html(last)}</b>", class_="legend strip")
 
-    def cells(row: Sequence[str], tag: str) -> str:
-        return "".join(
-            f'<{tag} class="{"n" if at in numbers else "k"}">{escape(cell)}</{tag}>'
-            for at, cell in enumerate(row)
-        )
 
-    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
-    return f'<div class="scroll"><table><tr>{cells(head, "th")}</tr>{body}</table></div>'
+def table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    keys: Sequence[int] = (0,),
+    numbers: Sequence[int] = (),
+) -> str:
+    """A table. Only columns of ``keys`` are wrapped; those of ``numbers`` are aligned to the right."""
+
+    def cell(content: str, at: int, tag: str) -> str:
+        kind = "k" if at in keys else "n" if at in numbers else "w"
+        said = key_html(content) if kind == "k" else as_html(content)
+        return f'<{tag} class="{kind}">{said}</{tag}>'
+
+    def line(row: Sequence[str], tag: str) -> str:
+        return f"<tr>{''.join(cell(content, at, tag) for at, content in enumerate(row))}</tr>"
+
+    top = line(head, "th") if head else ""
+    body = "".join(line(row, "td") for row in rows)
+    return f'<div class="scroll"><table>{top}{body}</table></div>'

@@ -6,7 +6,9 @@ drawing fits a phone and a wide window alike, and its letters keep their size.
 
 from html import escape
 
-__all__ = ["box", "drawing", "element", "line", "nested", "percent", "text"]
+from holdfast.cli.text import printable
+
+__all__ = ["as_html", "box", "drawing", "element", "key_html", "line", "nested", "percent", "text"]
 
 
 def element(name: str, content: str = "", /, **attributes: object) -> str:
@@ -18,11 +20,26 @@ def element(name: str, content: str = "", /, **attributes: object) -> str:
         attributes: Its attributes. ``class_`` is ``class``, and ``_`` in a name is ``-``. None is left out.
     """
     said = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
+        f' {key.rstrip("_").replace("_", "-")}="{as_html(str(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
     return f"<{name}{said}>{content}</{name}>" if content else f"<{name}{said}/>"
+
+
+def as_html(words: str) -> str:
+    """A text, escaped. What nobody could see (control characters, directions of writing) is spelled out."""
+    return escape(printable(words))
+
+
+def key_html(key: str) -> str:
+    """A key, escaped; a line may end behind each of its dots."""
+    return as_html(key).replace(".", ".<wbr>")
+
+
+def _title(hint: str) -> str:
+    """What is shown while the mouse is on an element."""
+    return f"<title>{chr(10).join(map(as_html, hint.split(chr(10))))}</title>" if hint else ""
 
 
 def percent(share: float) -> str:
@@ -44,10 +61,9 @@ def box(
         hint: What is shown while the mouse is on it.
         corner: How round its corners are, in pixels.
     """
-    content = f"<title>{escape(hint)}</title>" if hint else ""
     return element(
         "rect",
-        content,
+        _title(hint),
         x=percent(left),
         y=_pixels(top),
         width=percent(width),
@@ -69,14 +85,18 @@ def text(
 ) -> str:
     """A line of text that stands on ``top``, from ``left`` on: a share of one, or a length."""
     at = left if isinstance(left, str) else percent(left)
-    return element("text", escape(content), x=at, y=_pixels(top), class_=kind, text_anchor=anchor)
+    return element("text", as_html(content), x=at, y=_pixels(top), class_=kind, text_anchor=anchor)
 
 
 def nested(content: str, left: float, top: float, width: float, height: float, *, hint: str = "") -> str:
     """A drawing inside a drawing, which cuts off what reaches beyond it."""
-    said = f"<title>{escape(hint)}</title>" if hint else ""
     return element(
-        "svg", said + content, x=percent(left), y=_pixels(top), width=percent(width), height=_pixels(height)
+        "svg",
+        _title(hint) + content,
+        x=percent(left),
+        y=_pixels(top),
+        width=percent(width),
+        height=_pixels(height),
     )
 
 

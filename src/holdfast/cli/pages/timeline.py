@@ -1,51 +1,94 @@
 """Owns the picture of a save: what each rank did when, how long it waited, and who was slow."""
 
 import math
+from typing import NamedTuple
 
 from holdfast._human_units import rate_text, seconds_text, size_text
 from holdfast._transfer_record import PhaseTime, RankRecord, TransferRecord
 from holdfast.cli.pages.colours import phase_colour
 from holdfast.cli.pages.svg import box, drawing, element, line, text
 
-__all__ = ["timeline"]
+__all__ = ["Straggler", "stragglers", "timeline"]
 
 _ROW = 22.0
 _TOP = 20.0
-_MOST_RANKS = 40
+_MOST_RANKS = 32
 _LABEL = 0.17
 """The share of the width that the names of ranks take."""
 
 
-def timeline(record: TransferRecord) -> str:
-    """A bar for each rank, with its phases. Waiting for others is drawn pale, at the end of its phase."""
+_LEAST = 0.05
+"""Seconds that nobody would miss."""
+
+
+class Straggler(NamedTuple):
+    """A rank that was much slower than the others in a phase.
+
+    Attributes:
+        rank: The rank.
+        phase: The phase.
+        seconds: How long it was busy there.
+        median: How long the rank in the middle was.
+    """
+
+    rank: int
+    phase: str
+    seconds: float
+    median: float
+
+
+def stragglers(record: TransferRecord) -> list[Straggler]:
+    """Who was much slower than the others, and where; what cost most comes first.
+
+    Much is half as long again as the median, and above it by a tenth of the whole time and 50 milliseconds.
+    """
+    if record.world_size < 2:
+        return []
+    medians = {phase.name: phase.median for phase in record.phases}
+    slow = [
+        Straggler(rank.rank, phase.name, phase.busy, medians[phase.name])
+        for rank in record.ranks
+        for phase in rank.phases
+        # Only the coordinator commits, so that nobody else can be quicker.
+        if phase.name in medians
+        and phase.name != "commit"
+        and phase.busy > 1.5 * medians[phase.name]
+        and phase.busy - medians[phase.name] > max(0.1 * record.seconds, _LEAST)
+    ]
+    return sorted(slow, key=lambda one: one.median - one.seconds)
+
+
+def timeline(record: TransferRecord, slow: list[Straggler]) -> str:
+    """A bar for each rank, with its phases. Waiting for others is drawn pale, at the end of its phase.
+
+    Args:
+        record: What the ranks did.
+        slow: What is marked.
+    """
     ranks = list(record.ranks)
     end = max((rank.start + rank.seconds for rank in ranks), default=0.0)
     if end <= 0:
         return ""
-    slowest = record.slowest
-    shown = _shown(ranks, None if slowest is None else slowest.rank)
+    marked = {(one.rank, one.phase) for one in slow}
+    shown = _shown(ranks, {rank for rank, _ in marked})
     height = _TOP + _ROW * len(shown)
     shapes = _scale(end, height)
     for number, rank in enumerate(shown):
-        is_slow = slowest is not None and record.world_size > 1 and rank.rank == slowest.rank
-        slow_phase = slowest.phase if is_slow and slowest is not None else None
-        shapes += _row(rank, _TOP + number * _ROW, end, slow_phase)
+        shapes += _row(rank, _TOP + number * _ROW, end, {name for of, name in marked if of == rank.rank})
     label = f"what each rank did during the {record.kind}, over {seconds_text(end)}"
     drawn = drawing("".join(shapes), height, label=label)
     if len(shown) == len(ranks):
         return drawn
-    more = (
-        f"{len(ranks) - len(shown):,} more ranks are not drawn: those shown are the busiest, and the first."
-    )
+    more = f"{len(ranks) - len(shown):,} more ranks are not drawn: these are the slowest, and the first."
     return drawn + element("p", more, class_="dim")
 
 
-def _shown(ranks: list[RankRecord], slowest: int | None) -> list[RankRecord]:
+def _shown(ranks: list[RankRecord], marked: set[int]) -> list[RankRecord]:
     """The ranks that are drawn, in their order: all, or the slow ones and the first."""
     if len(ranks) <= _MOST_RANKS:
         return ranks
-    busiest = sorted(ranks, key=lambda rank: rank.waited - rank.seconds)[: _MOST_RANKS // 2]
-    chosen = {rank.rank for rank in busiest} | ({slowest} if slowest is not None else set())
+    busiest = sorted(ranks, key=lambda rank: (rank.rank not in marked, rank.waited - rank.seconds))
+    chosen = {rank.rank for rank in busiest[: _MOST_RANKS // 2]}
     for rank in ranks:
         if len(chosen) >= _MOST_RANKS:
             break
@@ -58,9 +101,10 @@ def _scale(end: float, height: float) -> list[str]:
     shapes = []
     for number in range(int(end / step) + 1):
         at = _place(number * step, end)
+        anchor = "start" if number == 0 else "end" if at > 0.92 else "middle"
         shapes += [
             line(at, _TOP - 4, at, height, kind="grid"),
-            text(f"{number * step:g} s", at, 11, kind="dim", anchor="middle" if number else "start"),
+            text(f"{number * step:g} s", at, 11, kind="dim", anchor=anchor),
         ]
     return shapes
 
@@ -75,36 +119,18 @@ def _place(seconds: float, end: float) -> float:
     return _LABEL + (1 - _LABEL) * seconds / end
 
 
-def _row(rank: RankRecord, top: float, end: float, slow_phase: str | None) -> list[str]:
-    shapes = [text(f"rank {rank.rank}", 0, top + 14, kind="mark" if slow_phase else None)]
+def _row(rank: RankRecord, top: float, end: float, marked: set[str]) -> list[str]:
+    shapes = [text(f"rank {rank.rank}", 0, top + 14, kind="mark" if marked else None)]
+    width = (1 - _LABEL) / end
     for phase in rank.phases:
         start = rank.start + phase.start
-        width = (1 - _LABEL) / end
-        hint = _hint(rank, phase)
-        shapes.append(
-            box(
-                _place(start, end),
-                top + 3,
-                phase.busy * width,
-                _ROW - 7,
-                kind=f"bar {phase_colour(phase.name)}",
-                hint=hint,
-            )
-        )
+        colour, hint = phase_colour(phase.name), _hint(rank, phase)
+        kind = f"bar {colour}{' slow' if phase.name in marked else ''}"
+        shapes.append(box(_place(start, end), top + 3, phase.busy * width, _ROW - 7, kind=kind, hint=hint))
         if phase.waited > 0:
+            left = _place(start + phase.busy, end)
             shapes.append(
-                box(
-                    _place(start + phase.busy, end),
-                    top + 3,
-                    phase.waited * width,
-                    _ROW - 7,
-                    kind=f"wait {phase_colour(phase.name)}",
-                    hint=f"{hint}\nwaits for others here",
-                )
-            )
-        if phase.name == slow_phase:
-            shapes.append(
-                box(_place(start, end), top + 3, phase.busy * width, _ROW - 7, kind="slow", hint=hint)
+                box(left, top + 3, phase.waited * width, _ROW - 7, kind=f"wait {colour}", hint=hint)
             )
     return shapes
 
