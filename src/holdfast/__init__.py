@@ -7,11 +7,14 @@ programs which only look at a checkpoint never pay for importing torch.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
 from holdfast._version import __version__
 
+# The module typing takes milliseconds, which every process of an environment with HOLDFAST_INSTALL=1 would pay.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from holdfast import (
         api,
         default_planner,
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
         extension,
         filesystem,
         hf_storage,
+        installation,
         logger,
         logging_handlers,
         metadata,
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
     from holdfast.errors import CheckpointError, CheckpointException
     from holdfast.filesystem import FileSystemReader, FileSystemWriter
     from holdfast.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+    from holdfast.installation import Installed, install, installed, uninstall
     from holdfast.load_result import LoadResult
     from holdfast.metadata import (
         BytesStorageMetadata,
@@ -77,6 +82,7 @@ __all__ = [
     "FsspecWriter",
     "HuggingFaceStorageReader",
     "HuggingFaceStorageWriter",
+    "Installed",
     "LoadPlan",
     "LoadPlanner",
     "LoadResult",
@@ -103,6 +109,9 @@ __all__ = [
     "extension",
     "filesystem",
     "hf_storage",
+    "install",
+    "installation",
+    "installed",
     "load",
     "load_sharded_optimizer_state_dict",
     "load_state_dict",
@@ -127,6 +136,7 @@ __all__ = [
     "storage",
     "testing",
     "training_state",
+    "uninstall",
     "utils",
 ]
 
@@ -138,6 +148,7 @@ _HOME = {
         "errors": ("CheckpointError", "CheckpointException"),
         "filesystem": ("FileSystemReader", "FileSystemWriter"),
         "hf_storage": ("HuggingFaceStorageReader", "HuggingFaceStorageWriter"),
+        "installation": ("Installed", "install", "installed", "uninstall"),
         "load_result": ("LoadResult",),
         "metadata": (
             *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
@@ -165,7 +176,7 @@ _MODULES = frozenset(name for name in __all__ if name not in _HOME and name != "
 """What ``holdfast.<module>`` gives without an import of its own, as torch's package does."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name in _HOME:
         value = getattr(importlib.import_module(f"holdfast.{_HOME[name]}"), name)
         globals()[name] = value

@@ -112,6 +112,17 @@ examples:
 """
 
 
+_RUN = """\
+Run a command, such as torchrun, with HOLDFAST_INSTALL=1: every Python process that it starts in this
+environment saves and loads with holdfast where it calls torch.distributed.checkpoint, unchanged.
+"""
+
+_RUN_EXAMPLES = """\
+examples:
+  holdfast run torchrun --nproc-per-node 8 train.py --lr 3e-4
+  holdfast run python train.py
+"""
+
 _COMPLETION = """\
 Print a script by which a shell completes the commands and options of holdfast.
 """
@@ -140,6 +151,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_cp(_command(commands, "cp", "copy it to another place, checked", _CP, _CP_EXAMPLES))
     _add_diff(_command(commands, "diff", "compare it with another one", _DIFF, _DIFF_EXAMPLES))
     _add_bench(_command(commands, "bench", "how fast a storage is", _BENCH, _BENCH_EXAMPLES))
+    command = _bare_command(commands, "run", "run a program on holdfast, unchanged", _RUN, _RUN_EXAMPLES)
+    command.add_argument("words", metavar="CMD", nargs=argparse.PARSER, help="the command, with its arguments")
     completion = _bare_command(
         commands, "completion", "completion of words by the shell", _COMPLETION, _COMPLETION_EXAMPLES
     )
