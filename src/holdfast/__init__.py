@@ -10,7 +10,7 @@ import importlib
 
 from holdfast._version import __version__
 
-# The module typing takes milliseconds, which every process of an environment with HOLDFAST_INSTALL=1 would pay.
+# To import typing takes milliseconds, in every process of an environment with HOLDFAST_INSTALL=1.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any

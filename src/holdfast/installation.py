@@ -43,22 +43,22 @@ def install(
 ) -> None:
     """Let everything that calls ``torch.distributed.checkpoint`` save and load with Holdfast.
 
-    The functions of torch's package are replaced where they are defined, and in every module that has imported
-    them by name. If the package is not imported yet, that happens when it is. torch's own FileSystemWriter,
-    FileSystemReader, FsspecWriter, FsspecReader, Hugging Face storages, default planners and stagers are
-    translated into ours with the same settings, also if they were made before. Callers get torch's records and
-    futures back, and exceptions that are instances of both CheckpointException classes.
+    The functions of torch's package are replaced where they are defined, and in every module that has
+    imported them by name. If the package is not imported yet, that happens when it is. torch's own
+    FileSystemWriter, FileSystemReader, FsspecWriter, FsspecReader, Hugging Face storages, default planners
+    and stagers are translated into ours with the same settings, also if they were made before. Callers get
+    torch's records and futures back, and exceptions that are instances of both CheckpointException classes.
 
-    Classes of somebody's own are used as they are: :func:`installed` lists them. Functions that a program keeps
-    elsewhere than in a module, such as in a class or as a default argument, are not replaced.
+    Classes of somebody's own are used as they are: :func:`installed` lists them. Functions that a program
+    keeps elsewhere than in a module, such as in a class or as a default argument, are not replaced.
 
     A second call changes only the options. It concerns this process. For processes that this one starts, set
     ``HOLDFAST_INSTALL=1`` in the environment, or start the program by ``holdfast run``.
 
     The options are for those who cannot pass them to ``save`` and ``load``. One that is None comes from the
     environment: ``HOLDFAST_STRICT``, ``HOLDFAST_CAST`` and ``HOLDFAST_ALLOW_PICKLE`` (0 or 1),
-    ``HOLDFAST_CHECK_REPLICAS`` (0, 1, full or raise), ``HOLDFAST_SAFE_GLOBALS`` (``package.module:Name``, with
-    commas between several).
+    ``HOLDFAST_CHECK_REPLICAS`` (0, 1, full or raise), ``HOLDFAST_SAFE_GLOBALS`` (``package.module:Name``,
+    with commas between several).
 
     Args:
         strict: As for :func:`holdfast.load`.

@@ -1,20 +1,18 @@
-"""torch's checkpoint functions lead to ours after ``install()``, and are torch's again after ``uninstall()``."""
+"""After ``install()`` torch's functions lead to ours, and after ``uninstall()`` they are torch's again."""
 
+import importlib
 import json
 import logging
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from tests.support.ranks import python_environment
 from torch.distributed.checkpoint import (
-    FileSystemReader,
-    FileSystemWriter,
     default_planner,
     format_utils,
     staging,
@@ -22,11 +20,13 @@ from torch.distributed.checkpoint import (
     state_dict_loader,
     state_dict_saver,
 )
-from torch.distributed.checkpoint import save as imported_early
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as imported_early
 
 import holdfast
-from tests.support.ranks import python_environment
 
+dcp: Any = importlib.import_module("torch.distributed.checkpoint")
+private: Any = format_utils
 EARLY_WRITER = FileSystemWriter("/nowhere")
 
 
@@ -134,14 +134,12 @@ def test_exceptions_are_of_both_classes(tmp_path: Path) -> None:
 
 def test_async_saves_give_torchs_futures(tmp_path: Path) -> None:
     process_of_torch = state_dict_saver.AsyncCheckpointerType.THREAD
-    future = dcp.async_save(
-        state(), checkpoint_id=tmp_path / "a", async_checkpointer_type=process_of_torch
-    )
-    assert type(future.result()) is dcp.Metadata  # type: ignore[union-attr]
+    future = dcp.async_save(state(), checkpoint_id=tmp_path / "a", async_checkpointer_type=process_of_torch)
+    assert type(future.result()) is dcp.Metadata
     assert is_ours(tmp_path / "a")
     failing = dcp.async_save({"bad": lambda: 0}, checkpoint_id=tmp_path / "b")
     with pytest.raises(dcp.CheckpointException):
-        failing.result()  # type: ignore[union-attr]
+        failing.result()
 
 
 @pytest.mark.skipif(not hasattr(staging, "DefaultStager"), reason="this torch has no DefaultStager")
@@ -159,10 +157,8 @@ def test_an_asynchronous_stager_of_torch_gives_torchs_response(tmp_path: Path) -
 def test_loads_without_a_state_by_the_private_functions_of_torch(tmp_path: Path) -> None:
     dcp.save(state(), checkpoint_id=tmp_path)
     loaded: dict[str, Any] = {}
-    planner = format_utils._EmptyStateDictLoadPlanner()
-    format_utils._load_state_dict(
-        loaded, storage_reader=FileSystemReader(tmp_path), planner=planner, no_dist=True
-    )
+    planner = private._EmptyStateDictLoadPlanner()
+    private._load_state_dict(loaded, storage_reader=FileSystemReader(tmp_path), planner=planner, no_dist=True)
     check(loaded)
     if hasattr(state_dict_loader, "_load_state_dict_from_keys"):
         nested = state_dict_loader._load_state_dict_from_keys("nested", checkpoint_id=str(tmp_path))
@@ -188,7 +184,7 @@ class CountingReader(FileSystemReader):
 
     count = 0
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         type(self).count += 1
         return super().read_metadata(*args, **kwargs)
 
@@ -221,7 +217,11 @@ def test_a_class_that_somebody_has_patched_stays_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = FileSystemWriter.write_data
-    monkeypatch.setattr(FileSystemWriter, "write_data", lambda *args: original(*args), raising=False)
+
+    def write_data(self: Any, *args: Any) -> Any:
+        return original(self, *args)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", write_data, raising=False)
     dcp.save(state(), storage_writer=FileSystemWriter(tmp_path))
     assert not is_ours(tmp_path)
     assert "replaced FileSystemWriter.write_data" in str(holdfast.installed().strangers)
@@ -233,13 +233,10 @@ def test_options_reach_those_who_cannot_pass_them(tmp_path: Path) -> None:
     with pytest.raises(dcp.CheckpointException, match="more"):
         dcp.load({"weight": torch.zeros(3)}, checkpoint_id=tmp_path)
     holdfast.install(cast=False)
+    wider = {"weight": torch.zeros(3, dtype=torch.float64)}
+    reader, planner = FileSystemReader(tmp_path), default_planner.DefaultLoadPlanner()
     with pytest.raises(dcp.CheckpointException, match="float64"):
-        planner = default_planner.DefaultLoadPlanner()
-        dcp.load(
-            {"weight": torch.zeros(3, dtype=torch.float64)},
-            storage_reader=FileSystemReader(tmp_path),
-            planner=planner,
-        )
+        dcp.load(wider, storage_reader=reader, planner=planner)
 
 
 def test_a_bad_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +277,7 @@ def everything() -> dict[str, dict[str, Any]]:
     return {
         name: dict(vars(module))
         for name, module in [*sys.modules.items()]
-        if isinstance(module, ModuleType) and not name.startswith(("holdfast", "_pytest", "pytest"))
+        if hasattr(module, "__dict__") and not name.startswith(("holdfast", "_pytest", "pytest"))
     }
 
 
@@ -315,7 +312,6 @@ CHILD = """
 import json, sys
 before = [name for name in ("torch", "typing", "logging", "dataclasses") if name in sys.modules]
 import torch
-import torch.distributed.checkpoint as dcp
 metadata = dcp.save({"a": torch.ones(2)}, checkpoint_id=sys.argv[1])
 import torch.distributed.checkpoint.state_dict_saver as saver
 import holdfast
@@ -325,7 +321,7 @@ print(json.dumps([before, holdfast.installed().replaced, list(vars(loader))]))
 
 
 def run_child(tmp_path: Path, *before: str, **environment: str) -> Any:
-    # As the .pth file of the package does at the start of a process; that it is installed is tested elsewhere.
+    # What the .pth file of the package does at the start of a process.
     start = (Path(__file__).parents[2] / "src" / "holdfast_install.pth").read_text()
     done = subprocess.run(
         [*before, sys.executable, "-W", "ignore", "-c", start + CHILD, str(tmp_path)],

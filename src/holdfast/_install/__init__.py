@@ -1,1 +1,1 @@
-"""The parts of ``holdfast.install()``: torch's own functions lead to ours, and what goes through is translated."""
+"""The parts of ``holdfast.install()``: torch's functions lead to ours, and arguments are translated."""

@@ -70,9 +70,9 @@ class SaveFutureForTorch(SaveFuture):
 
 def torch_futures(made: SaveFuture | AsyncSaveResponse) -> Any:
     """What ``async_save`` returns: a future, or torch's response with two of them."""
-    future = made.upload_completion if isinstance(made, AsyncSaveResponse) else made
+    future: Any = made.upload_completion if isinstance(made, AsyncSaveResponse) else made
     future.__class__ = SaveFutureForTorch
-    if future is made:
+    if not isinstance(made, AsyncSaveResponse):
         return future
     saver = sys.modules[f"{PACKAGE}.state_dict_saver"]
     response = getattr(saver, "AsyncSaveResponse", AsyncSaveResponse)
@@ -83,7 +83,7 @@ def make_torchs(error: CheckpointException) -> None:
     """Make an exception an instance of torch's CheckpointException, besides all that it is."""
     theirs = sys.modules[f"{PACKAGE}.api"].CheckpointException
     if not isinstance(error, theirs):
-        error.__class__ = _both(type(error), theirs)  # type: ignore[assignment]
+        error.__class__ = _both(type(error), theirs)  # type: ignore[arg-type] # mypy doubts that a class has a hash
 
 
 @functools.cache
@@ -93,11 +93,10 @@ def _both(ours: type[CheckpointException], theirs: type[BaseException]) -> type:
 
     def reduce(self: CheckpointException) -> Any:
         # Other processes may not have called install.
-        alone = CheckpointException.of if self.step is not None else CheckpointException
-        return alone, ((self.step if self.step is not None else self.args[0]), *_portable(self))
-
-    def _portable(self: CheckpointException) -> Any:
-        return CheckpointException.__reduce__(self)[1][1:]
+        _, (told, portable) = CheckpointException.__reduce__(self)
+        if self.step is not None:
+            return CheckpointException.of, (self.step, portable)
+        return CheckpointException, (told, portable)
 
     # torch's class has a property of that name, which looks elsewhere.
     return type(

@@ -96,7 +96,10 @@ _SAVES = ("save", "save_state_dict", "_save_state_dict")
 _LOADS = ("load", "load_state_dict", "_load_state_dict", "load_sharded_optimizer_state_dict")
 _PLANNER_AT = {
     **dict.fromkeys((*_SAVES, "async_save", *_LOADS), 5),
-    **{"save": 2, "async_save": 2, "load": 2, "load_sharded_optimizer_state_dict": 3},
+    "save": 2,
+    "async_save": 2,
+    "load": 2,
+    "load_sharded_optimizer_state_dict": 3,
 }
 """How many arguments come before the planner where it is passed without its name."""
 
@@ -131,4 +134,3 @@ def _add_note(error: BaseException) -> None:
     about = (" strict=", " cast=", "allow_pickle=", "safe_globals=", "check_replicas=")
     if hasattr(error, "add_note") and any(option in str(error) for option in about):
         error.add_note(_NOTE)
-

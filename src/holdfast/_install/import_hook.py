@@ -50,7 +50,7 @@ def _open_doors_after(spec: "ModuleSpec") -> None:
 def watch() -> None:
     """Open doors when their modules are imported. A second call changes nothing."""
     if not is_watching():
-        sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type] # a class with find_spec is enough
+        sys.meta_path.insert(0, _Finder)
 
 
 def is_watching() -> bool:
@@ -61,4 +61,4 @@ def is_watching() -> bool:
 def unwatch() -> None:
     """Leave modules that are imported from now on as they are."""
     if is_watching():
-        sys.meta_path.remove(_Finder)  # type: ignore[arg-type]
+        sys.meta_path.remove(_Finder)

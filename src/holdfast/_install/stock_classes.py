@@ -138,7 +138,7 @@ def _class(module: str, name: str) -> type:
     return found
 
 
-def _setting(value: Any, name: str, default: Any = None) -> Any:
+def _setting(value: Any, name: str, *, default: Any = None) -> Any:
     """An attribute that older versions of torch do not have."""
     return getattr(value, name, default)
 
@@ -162,11 +162,11 @@ def _writer(kind: Callable[..., Any], writer: Any, *, may_cache: bool = True) ->
         "sync_files": writer.sync_files,
         "thread_count": writer.thread_count,
         "per_thread_copy_ahead": writer.per_thread_copy_ahead,
-        "overwrite": _setting(writer, "overwrite", True),
-        "_extensions": tuple(_setting(_setting(writer, "transforms"), "extensions", ())),
+        "overwrite": _setting(writer, "overwrite", default=True),
+        "_extensions": tuple(_setting(_setting(writer, "transforms"), "extensions", default=())),
     }
     if may_cache:
-        arguments["cache_staged_state_dict"] = _setting(writer, "cache_staged_state_dict", False)
+        arguments["cache_staged_state_dict"] = _setting(writer, "cache_staged_state_dict", default=False)
     return Recipe(kind, arguments, attributes)
 
 
@@ -179,7 +179,7 @@ def _fsspec_writer(writer: Any, _: InstallOptions) -> Recipe:
 
 
 def _hf_writer(writer: Any, _: InstallOptions) -> Recipe:
-    _, attributes = _place(writer)
+    attributes = _place(writer)[1]
     # With consolidation torch's class writes shards into a folder below first. Ours writes the whole files.
     path = _setting(writer, "consolidated_output_path") or writer.path
     names = ("thread_count", "save_distributed", "enable_consolidation", "thread_count_consolidation")
@@ -259,8 +259,8 @@ def _save_planner(planner: Any, options: InstallOptions) -> Recipe:
     arguments = {
         "flatten_state_dict": planner.flatten_state_dict,
         "flatten_sharded_tensors": planner.flatten_sharded_tensors,
-        "dedup_save_to_lowest_rank": _setting(planner, "dedup_save_to_lowest_rank", False),
-        "enable_plan_caching": _setting(planner, "_enable_plan_caching", False),
+        "dedup_save_to_lowest_rank": _setting(planner, "dedup_save_to_lowest_rank", default=False),
+        "enable_plan_caching": _setting(planner, "_enable_plan_caching", default=False),
     }
     return Recipe(DefaultSavePlanner, {**arguments, **options.for_save_planner()}, {})
 
@@ -279,7 +279,7 @@ def _load_settings(planner: Any, options: InstallOptions) -> dict[str, Any]:
     return {
         "flatten_state_dict": planner.flatten_state_dict,
         "flatten_sharded_tensors": planner.flatten_sharded_tensors,
-        "allow_partial_load": _setting(planner, "allow_partial_load", False),
+        "allow_partial_load": _setting(planner, "allow_partial_load", default=False),
         **options.for_load_planner(),
     }
 

@@ -152,7 +152,9 @@ def make_parser() -> argparse.ArgumentParser:
     _add_diff(_command(commands, "diff", "compare it with another one", _DIFF, _DIFF_EXAMPLES))
     _add_bench(_command(commands, "bench", "how fast a storage is", _BENCH, _BENCH_EXAMPLES))
     command = _bare_command(commands, "run", "run a program on holdfast, unchanged", _RUN, _RUN_EXAMPLES)
-    command.add_argument("words", metavar="CMD", nargs=argparse.PARSER, help="the command, with its arguments")
+    command.add_argument(
+        "words", metavar="CMD", nargs=argparse.PARSER, help="the command, with its arguments"
+    )
     completion = _bare_command(
         commands, "completion", "completion of words by the shell", _COMPLETION, _COMPLETION_EXAMPLES
     )
