@@ -312,6 +312,7 @@ CHILD = """
 import json, sys
 before = [name for name in ("torch", "typing", "logging", "dataclasses") if name in sys.modules]
 import torch
+import torch.distributed.checkpoint as dcp
 metadata = dcp.save({"a": torch.ones(2)}, checkpoint_id=sys.argv[1])
 import torch.distributed.checkpoint.state_dict_saver as saver
 import holdfast
