@@ -89,6 +89,8 @@ def test_a_writer_from_before_is_translated_and_knows_its_new_place(tmp_path: Pa
     dcp.save(state(), storage_writer=EARLY_WRITER, checkpoint_id=str(tmp_path / "new"))
     assert is_ours(tmp_path / "new")
     assert Path(EARLY_WRITER.path) == tmp_path / "new"
+    holdfast.uninstall()
+    assert FileSystemReader(tmp_path / "new").read_metadata().storage_meta.save_id == EARLY_WRITER.save_id  # type: ignore[union-attr]
 
 
 def test_an_overwrite_that_fails_keeps_the_old_checkpoint(tmp_path: Path) -> None:
@@ -149,6 +151,7 @@ def test_an_asynchronous_stager_of_torch_gives_torchs_response(tmp_path: Path) -
     response: Any = dcp.async_save(state(), checkpoint_id=tmp_path, async_stager=stager)
     assert isinstance(response, state_dict_saver.AsyncSaveResponse)
     response.staging_completion.result()
+    stager.synchronize_staging()
     response.upload_completion.result()
     stager.close()
     assert is_ours(tmp_path)

@@ -42,13 +42,16 @@ class Calls:
         """Call ``function``, which stands for torch's of that name, and return what torch's would return."""
         given = self._given(name, args, kwargs)
         try:
-            if name == "async_save":
-                return self._begin_save(function, *given)
             made = function(*given[0], **given[1])
         except CheckpointException as error:
             make_torchs(error)
             _add_note(error)
             raise
+        for theirs, ours in [*zip(args, given[0], strict=False), *((kwargs[k], given[1][k]) for k in kwargs)]:
+            if ours is not theirs:
+                _keep_true(theirs, ours)
+        if name == "async_save":
+            return _begun(made, kwargs.get("async_stager"), *given)
         if name in _SAVES:
             _tell_who_saved(_caller(), given[1].get("process_group"), _place_of(*given))
             return torch_metadata(made)
@@ -78,18 +81,28 @@ class Calls:
         elif name not in _LOADS and self.options.for_save_planner():
             named["planner"] = DefaultSavePlanner(**self.options.for_save_planner())
 
-    def _begin_save(self, function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
-        made = torch_futures(function(*args, **kwargs))
-        future = getattr(made, "upload_completion", made)
-        caller, place = _caller(), _place_of(args, kwargs)
 
-        def tell(done: "Future[Any]") -> None:
-            # By the base class: asking the future itself would count as the caller's look at its failure.
-            if not Future.cancelled(done) and Future.exception(done) is None:
-                _tell_who_saved(caller, kwargs.get("process_group"), place)
+def _keep_true(theirs: Any, ours: Any) -> None:
+    """Let the caller's storage say what torch's would say after the call."""
+    for name in ("save_id", "load_id"):
+        if hasattr(theirs, name) and hasattr(ours, name):
+            setattr(theirs, name, getattr(ours, name))
 
-        future.add_done_callback(tell)
-        return made
+
+def _begun(made: Any, stager: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """What ``async_save`` returns, given what ours has returned."""
+    caller, place, answer = _caller(), _place_of(args, kwargs), torch_futures(made)
+    if answer is not made and hasattr(stager, "_staging_future"):
+        # ``synchronize_staging`` of torch's stager waits for it.
+        stager._staging_future = answer.staging_completion  # noqa: SLF001
+
+    def tell(done: "Future[Any]") -> None:
+        # By the base class: asking the future itself would count as the caller's look at its failure.
+        if not Future.cancelled(done) and Future.exception(done) is None:
+            _tell_who_saved(caller, kwargs.get("process_group"), place)
+
+    getattr(answer, "upload_completion", answer).add_done_callback(tell)
+    return answer
 
 
 _SAVES = ("save", "save_state_dict", "_save_state_dict")
