@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
     from holdfast import (
         api,
+        conversion,
         default_planner,
         errors,
         extension,
         filesystem,
+        format_utils,
         hf_storage,
         installation,
         logger,
@@ -41,10 +43,12 @@ if TYPE_CHECKING:
         stateful,
         storage,
         testing,
+        torch_save_storage,
         training_state,
         utils,
     )
     from holdfast._fsspec_filesystem import FsspecReader, FsspecWriter
+    from holdfast.conversion import ConversionResult, convert
     from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
     from holdfast.errors import CheckpointError, CheckpointException
     from holdfast.filesystem import FileSystemReader, FileSystemWriter
@@ -67,6 +71,7 @@ if TYPE_CHECKING:
     from holdfast.state_dict_saver import async_save, save, save_state_dict
     from holdfast.stateful import Stateful
     from holdfast.storage import StorageReader, StorageWriter
+    from holdfast.torch_save_storage import TorchSaveReader
     from holdfast.training_state import TrainingState
 
 __all__ = [
@@ -74,6 +79,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointException",
     "ChunkStorageMetadata",
+    "ConversionResult",
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
     "FileSystemReader",
@@ -99,15 +105,19 @@ __all__ = [
     "StorageReader",
     "StorageWriter",
     "TensorStorageMetadata",
+    "TorchSaveReader",
     "TrainingState",
     "WriteItem",
     "__version__",
     "api",
     "async_save",
+    "conversion",
+    "convert",
     "default_planner",
     "errors",
     "extension",
     "filesystem",
+    "format_utils",
     "hf_storage",
     "install",
     "installation",
@@ -135,6 +145,7 @@ __all__ = [
     "stateful",
     "storage",
     "testing",
+    "torch_save_storage",
     "training_state",
     "uninstall",
     "utils",
@@ -144,6 +155,7 @@ _HOME = {
     name: module
     for module, names in {
         "_fsspec_filesystem": ("FsspecReader", "FsspecWriter"),
+        "conversion": ("ConversionResult", "convert"),
         "default_planner": ("DefaultLoadPlanner", "DefaultSavePlanner"),
         "errors": ("CheckpointError", "CheckpointException"),
         "filesystem": ("FileSystemReader", "FileSystemWriter"),
@@ -163,6 +175,7 @@ _HOME = {
         "state_dict_saver": ("async_save", "save", "save_state_dict"),
         "stateful": ("Stateful",),
         "storage": ("StorageReader", "StorageWriter"),
+        "torch_save_storage": ("TorchSaveReader",),
         "training_state": ("TrainingState",),
     }.items()
     for name in names

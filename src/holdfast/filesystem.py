@@ -20,7 +20,7 @@ from holdfast._storage.item_streams import (
 from holdfast._storage.metadata_writing import VERSION
 from holdfast._storage.store_reader import StoreReader
 from holdfast._storage.store_writer import DEFAULT_BUDGET, StoreWriter
-from holdfast.errors import UsageError
+from holdfast._user_warning import warn_user
 from holdfast.extension import ExtensionRegistry, StreamTransformExtension
 from holdfast.staging import BlockingAsyncStager
 from holdfast.storage import WriteResult
@@ -104,7 +104,9 @@ class FileSystemWriter(_OfFileSystem, StoreWriter, BlockingAsyncStager):
         cache_staged_state_dict: Whether ``stage`` keeps its buffers. ``async_save`` does not use this.
         overwrite: Whether a checkpoint that is in the folder may be replaced.
         _extensions: Stream transforms that each item goes through; the first one stands next to the file.
-        serialization_format: Only ``TORCH_SAVE``.
+        serialization_format: ``TORCH_SAVE``. With ``SAFETENSORS`` it warns, and writes the same, because what
+            torch's writer makes of it can be loaded by no reader. For safetensors files use
+            ``HuggingFaceStorageWriter``.
         torch_compatible: Write what stock torch needs to read the checkpoint, too.
         memory_budget: The most bytes of memory taken besides the state.
         page_cache: What large files leave in the page cache. ``"auto"``: everything, where the disk is slower
@@ -129,7 +131,11 @@ class FileSystemWriter(_OfFileSystem, StoreWriter, BlockingAsyncStager):
         page_cache: PageCache = "auto",
     ) -> None:
         if serialization_format is not SerializationFormat.TORCH_SAVE:
-            raise UsageError("FileSystemWriter writes TORCH_SAVE only; safetensors are not written yet")
+            warn_user(
+                "FileSystemWriter writes checkpoints as TORCH_SAVE, which torch and Holdfast load, also "
+                "if SAFETENSORS is asked for. Pass a HuggingFaceStorageWriter to save safetensors files.",
+                UserWarning,
+            )
         self.fs = FileSystem()
         self.path = self.fs.init_path(path)
         self.page_cache = check_page_cache(page_cache)

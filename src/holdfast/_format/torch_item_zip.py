@@ -24,9 +24,11 @@ FLAG_DESCRIPTOR = 0x0008
 
 # What stands after the payload in an item of torch takes about 850 bytes, and what stands before it 700.
 _WINDOW = 1280
-# The archive of one tensor has 7 records at most; objects of many tensors are not read here.
+# The archive of one tensor has 7 records at most.
 _MOST_RECORDS = 64
 _LONGEST_DIRECTORY = 64 * 1024
+# The beginning, the end, and what was read last.
+_MOST_WINDOWS = 4
 
 
 class ArchiveRecord(NamedTuple):
@@ -48,6 +50,8 @@ class Archive:
         nbytes: The item's length.
         path: Its file, for messages.
         key: Its key, for messages.
+        most_records: An archive with more records is not looked into: it has none then.
+        longest_directory: The same for the size of its directory.
 
     Raises:
         IntegrityError: The directory is damaged or absent; also from every method.
@@ -56,14 +60,21 @@ class Archive:
     __slots__ = ("_directory_at", "_nbytes", "_read_at", "_where", "_windows", "key", "path", "records")
 
     def __init__(
-        self, read_at: Callable[[int, int], bytes], nbytes: int, *, path: str, key: str | None
+        self,
+        read_at: Callable[[int, int], bytes],
+        nbytes: int,
+        *,
+        path: str,
+        key: str | None,
+        most_records: int = _MOST_RECORDS,
+        longest_directory: int = _LONGEST_DIRECTORY,
     ) -> None:
         self._read_at, self._nbytes = read_at, nbytes
         self.path, self.key = path, key
         self._where = path if key is None else f"{path}, key {key!r}"
         self._windows: list[tuple[int, bytes]] = []
         self._directory_at = nbytes
-        self.records = self._read_directory()
+        self.records = self._read_directory(most_records, longest_directory)
 
     def damaged(self, reason: str) -> NoReturn:
         """Raise IntegrityError: the item is damaged in this way."""
@@ -100,6 +111,7 @@ class Archive:
                 found=len(window),
             )
         self._windows.append((start, window))
+        del self._windows[:-_MOST_WINDOWS]
         return window[offset - start : offset - start + nbytes]
 
     def read_record(self, record: ArchiveRecord) -> bytes:
@@ -155,8 +167,8 @@ class Archive:
         narrow = struct.pack("<4s3L", b"PK\7\x08", record.crc32, record.nbytes, record.nbytes)
         return at + len(narrow) <= self._nbytes and self.take(at, len(narrow)) == narrow
 
-    def _read_directory(self) -> dict[str, ArchiveRecord]:
-        """The records by name, without the archive's folder; empty if there are more than a tensor has."""
+    def _read_directory(self, most_records: int, longest: int) -> dict[str, ArchiveRecord]:
+        """The records by name, without the archive's folder; empty if there are too many."""
         if self._nbytes < END.size:
             self.damaged(f"it has only {self._nbytes} bytes")
         end_at = self._nbytes - END.size
@@ -175,7 +187,7 @@ class Archive:
         if start + nbytes != end_at or not 0 < count <= nbytes // CENTRAL.size:
             self.damaged(f"a directory of {count} records in {nbytes} bytes cannot be at byte {start}")
         self._directory_at = start
-        if count > _MOST_RECORDS or nbytes > _LONGEST_DIRECTORY:
+        if count > most_records or nbytes > longest:
             return {}
         return self._parse_directory(self.take(start, nbytes), count)
 

@@ -55,6 +55,7 @@ class BucketStore(ByteStore):
         read_gap_nbytes=1 << 20,
         read_nbytes=READ_NBYTES,
         may_write_late=True,
+        creates_at_once=True,
     )
 
     def __init__(self, access: BucketAccess) -> None:
@@ -176,6 +177,16 @@ class BucketStore(ByteStore):
             discard=lambda: self._discard(name),
         )
 
+    def create_over(self, name: str, *, nbytes_hint: int | None = None) -> BucketWriter:
+        """Start an object that replaces another one when it is complete; see ByteStore."""
+        return BucketWriter(
+            self._path(check_name(name)),
+            self._client,
+            name,
+            nbytes_hint=nbytes_hint or 0,
+            discard=lambda: self._abort_upload(name),
+        )
+
     def replace(self, name: str, *pieces: Buffer, durable: bool = True, overwrite: bool = True) -> None:  # noqa: ARG002
         """Put the pieces under ``name`` by one request; see ByteStore.
 
@@ -245,6 +256,13 @@ class BucketStore(ByteStore):
         """After an upload that failed: remove the object, and what was uploaded of it."""
         try:
             self.delete([name])
+        except Exception as error:  # noqa: BLE001 - the reason why it failed is on its way to the caller
+            logger.warning("%s: an upload that failed could not be removed: %s", self._path(name), error)
+        self._abort_upload(name)
+
+    def _abort_upload(self, name: str) -> None:
+        """Remove what was uploaded of an object that will not be completed."""
+        try:
             self.abort_unfinished(lambda found: found == name)
         except Exception as error:  # noqa: BLE001 - the reason why it failed is on its way to the caller
             logger.warning("%s: an upload that failed could not be removed: %s", self._path(name), error)

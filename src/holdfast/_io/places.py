@@ -80,6 +80,27 @@ def open_place(place: str | os.PathLike[str], *, page_cache: PageCache = "auto")
     )
 
 
+def open_file_place(
+    place: str | os.PathLike[str], *, page_cache: PageCache = "auto"
+) -> tuple[ByteStore, str]:
+    """The store that a file lies in, and the file's name there. Neither need exist.
+
+    Args:
+        place: The path or URL of the file.
+        page_cache: As for ``open_place``.
+
+    Raises:
+        UsageError: No store serves such a place, or it does not name a file.
+    """
+    path = os.fspath(place) if local_path(place) is None else str(local_path(place))
+    # What a URL has behind a question mark stands at its end.
+    path, mark, query = path.partition("?") if local_path(place) is None else (path, "", "")
+    folder, slash, name = path.rpartition("/")
+    if not name or name in {".", ".."} or folder.endswith(":/"):
+        raise UsageError(f"{os.fspath(place)} does not name a file", path=os.fspath(place))
+    return open_place((folder or slash or ".") + mark + query, page_cache=page_cache), name
+
+
 def local_path(place: str | os.PathLike[str]) -> str | None:
     """The folder that a path or a URL of the scheme ``file`` names; None for another URL.
 

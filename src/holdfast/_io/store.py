@@ -84,6 +84,7 @@ class StoreTraits:
         random_writes: Whether there are ``reserve``, ``open_ranges``, ``rename`` and ``link``.
         may_write_late: Whether files of a process may appear after the process was killed, because it has
             sent them to a server.
+        creates_at_once: Whether there is ``create_over``: a file appears, whole, when it is finished.
     """
 
     writer_nbytes: int = 32 << 20
@@ -93,6 +94,7 @@ class StoreTraits:
     lists_sizes: bool = True
     random_writes: bool = False
     may_write_late: bool = False
+    creates_at_once: bool = False
 
 
 class CacheRoom(NamedTuple):
@@ -233,6 +235,13 @@ class ByteStore(FileSource):
         Raises:
             StorageError: There is something of that name, be it a dangling link; it stays as it was.
         """
+
+    def create_over(self, name: str, *, nbytes_hint: int | None = None) -> FileWriter:
+        """Start a file that takes the place of one of that name in the moment when it is finished.
+
+        Until then, and if it is aborted, the other file stays. Only with ``creates_at_once``.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def replace(self, name: str, *pieces: Buffer, durable: bool = True, overwrite: bool = True) -> None:

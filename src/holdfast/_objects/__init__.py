@@ -2,6 +2,13 @@
 
 from holdfast._objects.decode import decode_object, is_bytearray
 from holdfast._objects.encode import encode_object
-from holdfast._objects.object_streams import LoadedObject, StoredObject
+from holdfast._objects.object_streams import LoadedObject, StoredObject, StreamedPayload
 
-__all__ = ["LoadedObject", "StoredObject", "decode_object", "encode_object", "is_bytearray"]
+__all__ = [
+    "LoadedObject",
+    "StoredObject",
+    "StreamedPayload",
+    "decode_object",
+    "encode_object",
+    "is_bytearray",
+]

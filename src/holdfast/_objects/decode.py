@@ -58,7 +58,7 @@ def decode_object(
         UnsafeMetadataError: The value needs something that is not allowed; nothing of it was run.
         IntegrityError: The bytes are not a stored object.
     """
-    with _explaining(key):
+    with explaining(key):
         if allow_pickle:
             return torch.load(stream, weights_only=False)
         if isinstance(stream, LoadedObject):
@@ -88,7 +88,7 @@ def _unpickle(pickled: bytes, safe_globals: _Globals, storages: Callable[[str], 
             return _FastUnpickler(pickled, safe_globals).load()
         except _NeedsCareError:
             pass
-    return _CarefulUnpickler(pickled, safe_globals, storages).load()
+    return CarefulUnpickler(pickled, safe_globals, storages).load()
 
 
 def _may_take_memory(pickled: bytes) -> bool:
@@ -103,7 +103,7 @@ _LONG_PUT = re.compile(rb"r(?=(.{4}))", re.DOTALL)
 
 
 @contextlib.contextmanager
-def _explaining(key: str) -> Iterator[None]:
+def explaining(key: str) -> Iterator[None]:
     """Say which object it was, whatever goes wrong."""
     try:
         yield
@@ -202,7 +202,7 @@ def _can_be_changed(found: Any) -> bool:
     return isinstance(found, type) and found.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) == _HEAP_TYPE
 
 
-class _CarefulUnpickler(_Rules, pickle._Unpickler):  # noqa: SLF001 - the Python one can be looked into
+class CarefulUnpickler(_Rules, pickle._Unpickler):  # noqa: SLF001 - the Python one can be looked into
     """Also gives out Python's classes, numpy's arrays and tensors: it checks every state that a pickle sets.
 
     Args:
@@ -257,7 +257,7 @@ class _CarefulUnpickler(_Rules, pickle._Unpickler):  # noqa: SLF001 - the Python
         return self._named[-1]
 
 
-class _RehearsingUnpickler(_CarefulUnpickler):
+class _RehearsingUnpickler(CarefulUnpickler):
     """Does everything but read the storages: they stay zeros, which take no memory until they are touched."""
 
     def __init__(self, pickled: bytes) -> None:

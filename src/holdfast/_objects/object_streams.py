@@ -2,6 +2,7 @@
 
 import functools
 import io
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from holdfast._format.torch_item import ItemFrame
@@ -53,8 +54,41 @@ class StoredObject(_Unassembled):
         self.item = item
         self.payload = payload
 
+    @property
+    def payload_nbytes(self) -> int:
+        """How many bytes the payload has."""
+        return self.payload.nbytes
+
+    def pieces(self) -> Iterable[memoryview]:
+        """The payload, one piece after the other. A piece stays as it is."""
+        return (self.payload,)
+
     def parts(self) -> tuple[Any, ...]:
-        return self.item.head(0), self.payload, self.item.tail(0, crc32(self.payload))
+        checksum = 0
+        pieces = list(self.pieces())
+        for piece in pieces:
+            checksum = crc32(piece, checksum)
+        return self.item.head(0), *pieces, self.item.tail(0, checksum)
+
+
+class StreamedPayload(StoredObject):
+    """An item whose payload is made while it is written, piece by piece: more than fits into memory.
+
+    Args:
+        item: The container.
+        pieces: Makes the payload, from its beginning.
+    """
+
+    def __init__(self, item: ItemFrame, pieces: Callable[[], Iterable[memoryview]]) -> None:
+        super().__init__(item, memoryview(b""))
+        self._make = pieces
+
+    @property
+    def payload_nbytes(self) -> int:
+        return self.item.payload_nbytes
+
+    def pieces(self) -> Iterable[memoryview]:
+        return self._make()
 
 
 class LoadedObject(_Unassembled):

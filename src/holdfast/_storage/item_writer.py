@@ -216,8 +216,10 @@ class ItemWriter:
         """The bytes of an item without its container: how many, and in pieces."""
         if isinstance(data, torch.Tensor):
             return data.nbytes, host_pieces(data, self.copy_at_once)
+        if isinstance(data, StoredObject):
+            return data.payload_nbytes, data.pieces()
         # Not getbuffer(): a view of it that an exception keeps alive makes Python 3.12.1 crash.
-        payload = data.payload if isinstance(data, StoredObject) else memoryview(data.getvalue())
+        payload = memoryview(data.getvalue())
         return payload.nbytes, (payload,)
 
     def _note(self, numbers: Sequence[int], checksums: bytes | bytearray, **columns: Iterable[int]) -> None:

@@ -1,6 +1,6 @@
-"""The command ``holdfast``: looks into checkpoints, checks, compares and copies them.
+"""The command ``holdfast``: looks into checkpoints, checks, compares, copies and converts them.
 
-Results go to stdout, errors to stderr in one line. No command but ``cp`` changes anything on disk.
+Results go to stdout, errors to stderr in one line. Only ``cp`` and ``convert`` change anything on disk.
 """
 
 import argparse

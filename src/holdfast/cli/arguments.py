@@ -86,6 +86,21 @@ examples:
   holdfast cp s3://bucket/run/step-1000 /scratch/step-1000 --overwrite
 """
 
+_CONVERT = """\
+Convert a checkpoint into another format: holdfast (which torch reads, too), torch_save (one file, which
+torch.load reads), or safetensors. PATH is a checkpoint, a file of torch.save, or a folder or file of
+safetensors; which of them is found out. Nothing that it names is run. The target is read back and compared.
+What was there before stays whole until the new one is complete.
+"""
+
+_CONVERT_EXAMPLES = """\
+examples:
+  holdfast convert run/step-1000 model.pt
+  holdfast convert model.pt run/step-0 --to holdfast
+  holdfast convert run/step-1000 export --to safetensors --keys model --rename model= --dtype bfloat16
+  holdfast convert s3://bucket/run/step-1000 s3://bucket/export --to safetensors --keys 'model.*'
+"""
+
 _DIFF = """\
 Compare two checkpoints: keys, shapes, dtypes and values. Values with equal checksums are equal and are not
 read. Of all others the size of the difference is told, for which torch is needed.
@@ -149,6 +164,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_verify(_command(commands, "verify", "check every byte", _VERIFY, _VERIFY_EXAMPLES))
     _add_trace(_command(commands, "trace", "how long the save took, and where", _TRACE, _TRACE_EXAMPLES))
     _add_cp(_command(commands, "cp", "copy it to another place, checked", _CP, _CP_EXAMPLES))
+    about_convert = "convert", "into another format, checked", _CONVERT, _CONVERT_EXAMPLES
+    _add_convert(_command(commands, *about_convert))
     _add_diff(_command(commands, "diff", "compare it with another one", _DIFF, _DIFF_EXAMPLES))
     _add_bench(_command(commands, "bench", "how fast a storage is", _BENCH, _BENCH_EXAMPLES))
     command = _bare_command(commands, "run", "run a program on holdfast, unchanged", _RUN, _RUN_EXAMPLES)
@@ -226,6 +243,41 @@ def _add_cp(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="TARGET", help="where to: a folder or URL, which need not exist")
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is there")
     parser.add_argument("-q", "--quiet", action="store_true", help="print nothing, and no progress")
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="TARGET", help="where to: a folder, file or URL")
+    parser.add_argument(
+        "--to",
+        choices=("holdfast", "torch", "torch_save", "safetensors"),
+        help="the format; default: torch_save if TARGET ends with .pt, .pth, .bin or .ckpt",
+    )
+    parser.add_argument(
+        "--keys",
+        metavar="GLOB",
+        action="extend",
+        nargs="+",
+        help="take only keys that match one of these, and what is below them",
+    )
+    parser.add_argument(
+        "--rename",
+        metavar="OLD=NEW",
+        action="append",
+        default=[],
+        type=_renaming,
+        help="another name for a key, or for what is below it; OLD= takes the name away",
+    )
+    parser.add_argument("--dtype", metavar="DTYPE", help="cast floating-point tensors, such as to bfloat16")
+    parser.add_argument("--max-shard-size", metavar="SIZE", help="of safetensors files; default: 5GB")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is at TARGET")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing, and no progress")
+
+
+def _renaming(text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not old or not equals:
+        raise argparse.ArgumentTypeError(f"must be OLD=NEW, not {text!r}")
+    return old, new
 
 
 def _add_diff(parser: argparse.ArgumentParser) -> None:

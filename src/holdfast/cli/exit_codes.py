@@ -1,6 +1,6 @@
 """What the exit codes of ``holdfast`` mean, and which of them an error leads to."""
 
-from holdfast.errors import IntegrityError, UnsafeMetadataError
+from holdfast.errors import IntegrityError, MetadataFormatError, UnsafeMetadataError
 
 __all__ = ["DAMAGED", "FINE", "INTERRUPTED", "NOBODY_READS", "UNREADABLE", "exit_code"]
 
@@ -15,5 +15,6 @@ def exit_code(error: Exception) -> int:
     """What an error says of the checkpoint: that it is damaged, or that it could not be read at all."""
     if isinstance(error, UnsafeMetadataError) or not isinstance(error, IntegrityError):
         return UNREADABLE
-    # Metadata of a format newer than this program is sound: only then something else was expected.
-    return DAMAGED if error.expected is None else UNREADABLE
+    # Metadata of a format newer than this program is sound: only then another one was expected.
+    is_newer = isinstance(error, MetadataFormatError) and error.expected is not None
+    return UNREADABLE if is_newer else DAMAGED

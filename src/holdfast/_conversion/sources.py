@@ -1,0 +1,268 @@
+"""Owns what a conversion reads: a place of any format, seen as the metadata of a checkpoint and its bytes."""
+
+import io
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from holdfast._format import metadata_file
+from holdfast._format.item_table import StorageInfo
+from holdfast._format.names import METADATA, metadata_rank
+from holdfast._format.safetensors import SUFFIX
+from holdfast._format.safetensors_index import find_index
+from holdfast._geometry import Box, intersect
+from holdfast._io.file_access import FileReader
+from holdfast._io.places import local_path, open_file_place, open_place
+from holdfast._io.progress import ProgressTracker
+from holdfast._io.store import FileSource
+from holdfast._storage.absence import explain_absence
+from holdfast._storage.item_places import places_of
+from holdfast._storage.metadata_reading import load_metadata
+from holdfast._storage.reading import LARGEST_METADATA, read_items
+from holdfast._storage.safetensors_reading import read_model_metadata
+from holdfast._storage.torch_save_reading import read_torch_save_metadata
+from holdfast._storage.torch_save_source import TorchSaveSource
+from holdfast.errors import CheckpointNotFoundError, MetadataFormatError, UsageError
+from holdfast.extension import ExtensionRegistry
+from holdfast.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+Format: TypeAlias = Literal["holdfast", "torch", "torch_save", "safetensors"]
+"""What a checkpoint can be: ours, torch's, one file of ``torch.save``, safetensors files."""
+
+_BUDGET = 64 << 20
+
+
+class OneFile(FileSource):
+    """One file of a place, as if it were the only one."""
+
+    def __init__(self, store: FileSource, name: str) -> None:
+        self.url, self.traits = store.url, store.traits
+        self._store, self._name = store, name
+
+    def list(self) -> dict[str, int]:
+        with self.open(self._name) as file:
+            return {self._name: file.nbytes}
+
+    def names(self) -> set[str]:
+        return {self._name}
+
+    def exists(self, name: str) -> bool:
+        return name == self._name and self._store.exists(name)
+
+    def open(self, name: str) -> FileReader:
+        if name != self._name:
+            raise CheckpointNotFoundError(f"{self.url}/{name}: is not looked at", path=self.url)
+        return self._store.open(name)
+
+
+@dataclass
+class Source:
+    """What is read: any part of any value, in memory of its own.
+
+    Attributes:
+        format: What it is.
+        url: How the user would name it.
+        store: Where its bytes are.
+        metadata: What it holds.
+    """
+
+    format: Format
+    url: str
+    store: FileSource
+    metadata: Metadata
+
+    def tensor(self, key: str) -> TensorStorageMetadata | None:
+        """What is known of a tensor; None for another value."""
+        entry = self.metadata.state_dict_metadata[key]
+        return entry if isinstance(entry, TensorStorageMetadata) else None
+
+    def first_item(self, key: str) -> StorageInfo:
+        """Where a value lies, or the first chunk of a tensor."""
+        places = places_of(self.metadata)
+        row = None if places is None else places.find(MetadataIndex(key))
+        if places is None or row is None:
+            raise MetadataFormatError(f"{self.url}: does not say where {key} is", key=key, path=self.url)
+        return places.record(row)
+
+    def read_boxes(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        """The elements of boxes of tensors, checked where there are checksums; small neighbours together."""
+        tensors, lines = list[torch.Tensor](), list[ReadItem]()
+        for number, (key, box) in enumerate(wanted):
+            entry = self.tensor(key)
+            assert entry is not None
+            tensors.append(torch.empty(box.lengths, dtype=entry.properties.dtype))
+            lines += _lines(number, key, entry, box)
+        if lines:
+            self._read(LoadPlan(lines), _Receiver(tensors))
+        return tensors
+
+    def read_object(self, key: str) -> io.BytesIO:
+        """A value that is not a tensor, as it is stored: the stream that ``decode_object`` takes."""
+        index, receiver, none = MetadataIndex(key), _Receiver(), torch.Size([])
+        self._read(LoadPlan([ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none)]), receiver)
+        assert receiver.stream is not None
+        return receiver.stream
+
+    def _read(self, plan: LoadPlan, receiver: "_Receiver") -> None:
+        read_items(
+            self.store,
+            plan,
+            receiver,
+            self.metadata,
+            registry=ExtensionRegistry(),
+            threads=min(len(plan.items), self.store.traits.requests_in_flight),
+            budget=_BUDGET,
+            verify=True,
+            progress=ProgressTracker(),
+        )
+
+
+def _lines(number: int, key: str, entry: TensorStorageMetadata, box: Box) -> "list[ReadItem]":
+    """What to read of which stored chunks to fill the box of a number."""
+    lines = []
+    for place, chunk in enumerate(entry.chunks):
+        common = intersect(box, Box(tuple(chunk.offsets), tuple(chunk.sizes)))
+        if common is None or 0 in common.lengths:
+            continue
+
+        def inside(start: Sequence[int], at: Sequence[int] = common.offsets) -> torch.Size:
+            return torch.Size([o - s for o, s in zip(at, start, strict=True)])
+
+        lines.append(
+            ReadItem(
+                LoadItemType.TENSOR,
+                MetadataIndex(key, None, number),
+                inside(box.offsets),
+                MetadataIndex(key, chunk.offsets, place),
+                inside(chunk.offsets),
+                torch.Size(common.lengths),
+            )
+        )
+    return lines
+
+
+class _Receiver(LoadPlanner):
+    """Takes tensors by the numbers of their boxes, or one value."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
+        self._tensors = tensors
+        self.stream: io.BytesIO | None = None
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        assert read_item.dest_index.index is not None
+        part = self._tensors[read_item.dest_index.index]
+        for dimension, (start, length) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
+            part = part.narrow(dimension, start, length)
+        return part
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:  # noqa: ARG002 - there is one
+        self.stream = value
+
+
+def open_source(
+    place: str | os.PathLike[str],
+    *,
+    allow_pickle: bool = False,
+    safe_globals: Sequence[Callable[..., Any] | type] = (),
+) -> Source:
+    """What is at a place, whatever its format.
+
+    A folder or prefix is a checkpoint if it has ``.metadata``, or else a model if it has safetensors files. A
+    file is one of ``torch.save``, or one with the suffix ``.safetensors``, or the ``.metadata`` of a folder.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing of these.
+        UsageError: Ranks have saved it each for itself.
+        IntegrityError: It is damaged.
+        UnsafeMetadataError: It needs something that is not allowed.
+    """
+    path = os.fspath(place)
+    folder = local_path(place)
+    if folder is not None and not os.path.exists(folder):
+        raise CheckpointNotFoundError(f"{path}: there is no such file or folder", path=path)
+    is_file = folder is not None and not os.path.isdir(folder)
+    store: FileSource = open_place(place) if not is_file else open_file_place(place)[0]
+    names = set() if is_file else store.names()
+    if METADATA not in names and find_index(names) is None and not any(map(_is_model_file, names)):
+        # A URL does not tell whether it is one of a file or of a prefix.
+        found = _file_at(place, is_file=is_file)
+        if found is None and any(metadata_rank(name) is not None for name in names):
+            raise UsageError(
+                f"{path}: ranks have saved it each for itself (use_collectives=False), so that its parts are "
+                "not one state. Load it on as many ranks, and save it without that option.",
+                path=path,
+            )
+        if found is None:
+            raise explain_absence(store, METADATA)
+        store, name = found
+        if name != METADATA:
+            return _open_file(store, name, path, allow_pickle=allow_pickle, safe_globals=safe_globals)
+        names = {METADATA}
+    if METADATA in names:
+        return _open_checkpoint(store, path, allow_pickle=allow_pickle)
+    return Source("safetensors", path, store, read_model_metadata(store))
+
+
+def open_target(
+    place: str | os.PathLike[str],
+    format: Format,
+    *,
+    file: tuple[FileSource, str] | None = None,
+    safe_globals: Sequence[Callable[..., Any] | type] = (),
+) -> Source:
+    """What was written to a place, in a format that is known; nothing of it is run.
+
+    Args:
+        place: The place.
+        format: The format.
+        file: For ``"torch_save"``: where the file is now.
+        safe_globals: As for ``open_source``.
+    """
+    path = os.fspath(place)
+    if format == "torch_save":
+        store, name = file or open_file_place(place)
+        return _open_file(store, name, path, allow_pickle=False, safe_globals=safe_globals)
+    if format == "safetensors":
+        return Source(format, path, store := open_place(place), read_model_metadata(store))
+    return _open_checkpoint(open_place(place), path, allow_pickle=False)
+
+
+def _is_model_file(name: str) -> bool:
+    return name.endswith(SUFFIX)
+
+
+def _file_at(place: str | os.PathLike[str], *, is_file: bool) -> tuple[FileSource, str] | None:
+    store, name = open_file_place(place)
+    return (store, name) if is_file or (local_path(place) is None and store.exists(name)) else None
+
+
+def _open_checkpoint(store: FileSource, path: str, *, allow_pickle: bool) -> Source:
+    data = store.read(METADATA, max_bytes=LARGEST_METADATA)
+    where = f"{store.url}/{METADATA}"
+    is_ours = metadata_file.split(data, path=where).manifest is not None
+    metadata = load_metadata(data, path=where, allow_pickle=allow_pickle)
+    return Source("holdfast" if is_ours else "torch", path, store, metadata)
+
+
+def _open_file(
+    store: FileSource,
+    name: str,
+    path: str,
+    *,
+    allow_pickle: bool,
+    safe_globals: Sequence[Callable[..., Any] | type],
+) -> Source:
+    if name.endswith(SUFFIX):
+        alone = OneFile(store, name)
+        return Source("safetensors", path, alone, read_model_metadata(alone))
+    source = TorchSaveSource(store, name, safe_globals=safe_globals, allow_pickle=allow_pickle)
+    return Source("torch_save", path, source, read_torch_save_metadata(source))

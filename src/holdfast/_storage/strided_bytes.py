@@ -1,0 +1,113 @@
+"""Owns the bytes of a strided tensor in row-major order, by ranges, however they lie in a file."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from holdfast._geometry import Box, row_major_strides, volume
+from holdfast._tensors.host import memory_of
+
+_SCRATCH = 32 << 20
+# Reading what lies between the elements is cheaper than a request for each, up to a point.
+_WASTE = 4
+_ALWAYS_FINE = 1 << 20
+
+
+class StridedTensor(NamedTuple):
+    """Where the elements of a tensor lie in a file.
+
+    Attributes:
+        start: The byte of the file with the first element.
+        dtype: The dtype.
+        shape: Elements in each dimension.
+        strides: Elements between neighbours, in the file.
+        conj: The elements stand for their complex conjugates.
+        neg: The elements stand for their negatives.
+    """
+
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    conj: bool = False
+    neg: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes its elements take in row-major order."""
+        return volume(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether the bytes of the file are its elements in row-major order."""
+        if self.conj or self.neg:
+            return False
+        wanted = row_major_strides(self.shape)
+        # A dimension of one element may have any stride.
+        return not self.nbytes or all(
+            length == 1 or stride == expected
+            for length, stride, expected in zip(self.shape, self.strides, wanted, strict=True)
+        )
+
+    def read_into(self, read: Callable[[int, memoryview], None], offset: int, view: memoryview) -> None:
+        """Fill ``view`` with its bytes in row-major order, from byte ``offset`` of them on.
+
+        Args:
+            read: Fills a buffer with the bytes of the file from an offset on.
+            offset: The first byte.
+            view: Where they go.
+        """
+        size = self.dtype.itemsize
+        first, end = offset // size, -(-(offset + len(view)) // size)
+        elements = torch.empty(end - first, dtype=self.dtype)
+        position = 0
+        for box in _boxes_of_run(self.shape, first, end - first):
+            count = volume(box.lengths)
+            self._read_box(read, box, elements[position : position + count].view(box.lengths))
+            position += count
+        if self.conj:
+            elements = elements.conj_physical_()
+        if self.neg:
+            elements = elements.neg_()
+        view[:] = memory_of(elements)[offset - first * size : offset - first * size + len(view)]
+
+    def _read_box(self, read: Callable[[int, memoryview], None], box: Box, target: torch.Tensor) -> None:
+        size, strides = self.dtype.itemsize, self.strides
+        todo = [(box.offsets, target)]
+        while todo:
+            at, part = todo.pop()
+            reach = [(length - 1) * stride for length, stride in zip(part.shape, strides, strict=True)]
+            span = (sum(reach) + 1) * size
+            if span <= min(_SCRATCH, max(_WASTE * part.numel() * size, _ALWAYS_FINE)) or not any(reach):
+                scratch = torch.empty(span // size, dtype=self.dtype)
+                begin = self.start + sum(o * s for o, s in zip(at, strides, strict=True)) * size
+                read(begin, memory_of(scratch))
+                part.copy_(scratch.as_strided(part.shape, strides))
+                continue
+            cut = reach.index(max(reach))
+            half = part.shape[cut] // 2
+            todo.append(
+                ((*at[:cut], at[cut] + half, *at[cut + 1 :]), part.narrow(cut, half, part.shape[cut] - half))
+            )
+            todo.append((at, part.narrow(cut, 0, half)))
+
+
+def _boxes_of_run(shape: tuple[int, ...], first: int, count: int) -> Iterator[Box]:
+    """The boxes that ``count`` elements from ``first`` on, in row-major order, are made of."""
+    if not shape:
+        if count:
+            yield Box((), ())
+        return
+    row_nelem = volume(shape[1:])
+    while count:
+        row, inside = divmod(first, row_nelem)
+        if inside or count < row_nelem:
+            taken = min(count, row_nelem - inside)
+            for box in _boxes_of_run(shape[1:], inside, taken):
+                yield Box((row, *box.offsets), (1, *box.lengths))
+        else:
+            rows = count // row_nelem
+            taken = rows * row_nelem
+            yield Box((row, *[0] * (len(shape) - 1)), (rows, *shape[1:]))
+        first, count = first + taken, count - taken

@@ -1,0 +1,58 @@
+"""``holdfast convert`` converts, says what it did, and has the exit codes of the other commands."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import holdfast
+from holdfast.cli import main
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> str:
+    state = {"model": {"w": torch.arange(6.0), "b": torch.ones(2)}, "step": 3}
+    holdfast.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    return str(tmp_path / "a")
+
+
+def test_into_a_file_and_back(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", checkpoint, str(tmp_path / "x.pt")]) == 0
+    assert "holdfast to torch_save: 2 tensors, 1 object, 32 B, all checked" in capsys.readouterr().out
+    assert torch.load(tmp_path / "x.pt")["step"] == 3
+    assert main(["convert", str(tmp_path / "x.pt"), str(tmp_path / "b"), "--to", "holdfast", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["schema"], found["tensors"], found["source_format"]) == (
+        "holdfast.convert/1",
+        2,
+        "torch_save",
+    )
+    assert main(["diff", checkpoint, str(tmp_path / "b")]) == 0
+
+
+def test_the_weights_alone(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--to", "safetensors", "--keys", "model", "--rename", "model=", "--rename", "model.b=bias"]
+    assert main(["convert", checkpoint, str(tmp_path / "c"), *options, "--dtype", "bfloat16", "-q"]) == 0
+    assert capsys.readouterr().out == ""
+    found = load_file(tmp_path / "c" / "model.safetensors")
+    assert {key: value.dtype for key, value in found.items()} == {
+        "w": torch.bfloat16,
+        "bias": torch.bfloat16,
+    }
+
+
+def test_exit_codes(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = str(tmp_path / "x.pt")
+    assert main(["convert", checkpoint, target, "--rename", "model"]) == 2
+    assert main(["convert", str(tmp_path / "absent"), target]) == 3
+    assert main(["convert", checkpoint, str(tmp_path / "c"), "--to", "safetensors"]) == 3
+    assert "step" in capsys.readouterr().err
+    assert main(["convert", checkpoint, target]) == 0
+    assert main(["convert", checkpoint, target]) == 3
+    assert main(["convert", checkpoint, target, "--overwrite"]) == 0
+    data = bytearray(Path(target).read_bytes())
+    data[data.index(torch.arange(6.0).numpy().tobytes()) + 5] ^= 1
+    Path(target).write_bytes(data)
+    assert main(["convert", target, str(tmp_path / "d"), "--to", "holdfast"]) == 1
