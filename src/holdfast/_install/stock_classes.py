@@ -154,7 +154,7 @@ def _place(storage: Any) -> tuple[str, dict[str, Any]]:
 def _writer(kind: Callable[..., Any], writer: Any, *, may_cache: bool = True) -> Recipe:
     form = _setting(writer, "serialization_format")
     if form is not None and form.name != "TORCH_SAVE":
-        raise _Untranslatable(f"it writes {form.name}, and only HuggingFaceStorageWriter of ours does so")
+        raise _Untranslatable(f"it writes {form.name}, which ours does not")
     path, attributes = _place(writer)
     arguments = {
         "path": path,
