@@ -3,6 +3,7 @@
 import importlib
 import json
 import logging
+import site
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -354,6 +355,12 @@ def test_without_the_variable_nothing_is_installed(tmp_path: Path) -> None:
     _, replaced, _ = run_child(tmp_path, HOLDFAST_INSTALL="0")
     assert replaced == []
     assert not is_ours(tmp_path)
+
+
+def test_the_package_brings_what_python_runs_at_its_start() -> None:
+    folders = [Path(folder) for folder in (*site.getsitepackages(), site.getusersitepackages())]
+    brought = [folder / "holdfast_install.pth" for folder in folders]
+    assert any(file.exists() for file in brought), "install the package again: make setup"
 
 
 def test_a_command_is_run_with_the_variable() -> None:
