@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from tests.support.ranks import python_environment
+from tests.support.stock_torch import IS_NEWEST
 from torch.distributed.checkpoint import (
     default_planner,
     format_utils,
@@ -182,6 +184,27 @@ def test_a_url_is_a_place(tmp_path: Path) -> None:
     dcp.load(loaded, checkpoint_id=f"file://{tmp_path}/a")
     check(loaded)
     assert is_ours(tmp_path / "a")
+
+
+def test_fsspec_storages_of_torch_become_ours() -> None:
+    fsspec_storages = importlib.import_module("torch.distributed.checkpoint._fsspec_filesystem")
+    dcp.save(state(), storage_writer=fsspec_storages.FsspecWriter("memory://install/a"))
+    loaded = empty()
+    dcp.load(loaded, storage_reader=fsspec_storages.FsspecReader("memory://install/a"))
+    check(loaded)
+    files = fsspec.filesystem("memory").ls("/install/a", detail=False)
+    assert any("-" in file for file in files)
+
+
+@pytest.mark.skipif(not IS_NEWEST, reason="older torches write safetensors in other ways")
+def test_hugging_face_storages_of_torch_become_ours(tmp_path: Path) -> None:
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True, enable_consolidation=True)
+    dcp.save({"weight": torch.ones(3)}, storage_writer=writer)
+    assert (tmp_path / ".holdfast.safetensors.checksums").exists()
+    assert not (tmp_path / "sharded").exists()
+    loaded = {"weight": torch.zeros(3)}
+    dcp.load(loaded, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)))
+    assert loaded["weight"].tolist() == [1, 1, 1]
 
 
 class CountingReader(FileSystemReader):
