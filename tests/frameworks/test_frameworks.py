@@ -99,18 +99,16 @@ def test_a_kill_in_an_overwrite_leaves_a_whole_checkpoint(
         assert then.result["first"] in (2, 3, 4)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+# transformers reads whole safetensors files itself, and checks no byte of them.
+@pytest.mark.parametrize("framework", CONTINUES)
 def test_a_flipped_byte_is_noticed(framework: str, tmp_path: Path) -> None:
     assert run(framework, tmp_path / "a").result is not None
-    files = [*(tmp_path / "a").rglob("__*.distcp")] or [*(tmp_path / "a").rglob("*.safetensors")]
-    for file in files:
+    for file in (tmp_path / "a").rglob("__*.distcp"):
         data = bytearray(file.read_bytes())
         for place in range(len(data) // 3, len(data), 997):
             data[place] ^= 1
         file.write_bytes(data)
     damaged = run(framework, tmp_path / "a", resume=True)
-    if framework == "transformers":
-        pytest.xfail("from_pretrained reads whole safetensors files itself, without checksums")
     assert damaged.result is None
     assert "ChecksumError" in damaged.output or "IntegrityError" in damaged.output, damaged.output
 
