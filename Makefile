@@ -4,13 +4,14 @@
 #   make lint    style, types, imports      make bench  side by side with torch
 #   make clean   remove what the others made   make docs   the documentation as a site
 #   make pages   the pages of holdfast report, in a real browser
+#   make frameworks  other packages on holdfast, unmodified (docs/frameworks.md)
 #   make matrix  the quick tests on several Pythons and torches (docs/support.md)
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: demo test quick soak lint bench matrix docs pages setup clean
+.PHONY: demo test quick soak lint bench matrix docs pages frameworks setup clean
 
 setup: $(STAMP)
 
@@ -30,7 +31,7 @@ lint: $(STAMP)
 # Tests of soak are slow as well.
 test: lint
 	@$(BIN)/python -m pytest -n auto --dist loadfile -m "not soak and not browser and (not slow or one_core)"
-	@$(BIN)/python -m pytest -m "slow and not one_core and not soak and not browser"
+	@$(BIN)/python -m pytest -m "slow and not one_core and not soak and not browser and not frameworks"
 
 quick: lint
 	@$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow and not browser"
@@ -52,8 +53,15 @@ docs: $(STAMP)
 	@$(BIN)/python -m sphinx -b html -n -W --keep-going -q docs site
 	@echo 'The documentation is in site/README.html.'
 
+# An environment of its own: the packages want other versions than constraints.txt has. torch is the same.
+frameworks:
+	@[ -x .frameworks/bin/python ] || $(PYTHON) -m venv .frameworks
+	@.frameworks/bin/python -m pip install --quiet --disable-pip-version-check \
+	  "$$(grep '^torch==' constraints.txt)" -e '.[frameworks]'
+	@.frameworks/bin/python -m pytest -m frameworks tests/frameworks
+
 matrix:
 	@sh scripts/matrix.sh
 
 clean:
-	rm -rf $(VENV) .matrix demo-output bench-output site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .matrix .frameworks demo-output bench-output site .mypy_cache .ruff_cache .pytest_cache .hypothesis

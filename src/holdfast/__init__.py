@@ -7,11 +7,14 @@ programs which only look at a checkpoint never pay for importing torch.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
 from holdfast._version import __version__
 
+# To import typing takes milliseconds, in every process of an environment with HOLDFAST_INSTALL=1.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from holdfast import (
         api,
         conversion,
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
         filesystem,
         format_utils,
         hf_storage,
+        installation,
         logger,
         logging_handlers,
         manager,
@@ -51,6 +55,7 @@ if TYPE_CHECKING:
     from holdfast.errors import CheckpointError, CheckpointException
     from holdfast.filesystem import FileSystemReader, FileSystemWriter
     from holdfast.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+    from holdfast.installation import Installed, install, installed, uninstall
     from holdfast.load_result import LoadResult
     from holdfast.manager import CheckpointManager
     from holdfast.metadata import (
@@ -89,6 +94,7 @@ __all__ = [
     "FsspecWriter",
     "HuggingFaceStorageReader",
     "HuggingFaceStorageWriter",
+    "Installed",
     "LoadPlan",
     "LoadPlanner",
     "LoadResult",
@@ -119,6 +125,9 @@ __all__ = [
     "filesystem",
     "format_utils",
     "hf_storage",
+    "install",
+    "installation",
+    "installed",
     "load",
     "load_sharded_optimizer_state_dict",
     "load_state_dict",
@@ -147,6 +156,7 @@ __all__ = [
     "testing",
     "torch_save_storage",
     "training_state",
+    "uninstall",
     "utils",
 ]
 
@@ -159,6 +169,7 @@ _HOME = {
         "errors": ("CheckpointError", "CheckpointException"),
         "filesystem": ("FileSystemReader", "FileSystemWriter"),
         "hf_storage": ("HuggingFaceStorageReader", "HuggingFaceStorageWriter"),
+        "installation": ("Installed", "install", "installed", "uninstall"),
         "load_result": ("LoadResult",),
         "manager": ("CheckpointManager",),
         "metadata": (
@@ -189,7 +200,7 @@ _MODULES = frozenset(name for name in __all__ if name not in _HOME and name != "
 """What ``holdfast.<module>`` gives without an import of its own, as torch's package does."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name in _HOME:
         value = getattr(importlib.import_module(f"holdfast.{_HOME[name]}"), name)
         globals()[name] = value

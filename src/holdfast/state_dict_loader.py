@@ -79,8 +79,8 @@ def load(
         no_dist: Load in this process alone, whatever groups there are.
         strict: What to do with keys of the checkpoint that the state does not have: True raises, False
             ignores them, None warns if you load some keys of a group and leave out others.
-        cast: What to do where dtypes differ: True casts, False raises, None casts within a kind with a
-            warning and raises across kinds.
+        cast: What to do where dtypes differ: True casts, False raises, None casts within a kind, with a
+            warning if values may change, and raises across kinds.
         allow_partial_load: Leave alone what the checkpoint does not have, instead of raising. It still raises
             if nothing of the state is in the checkpoint, and if nothing of a group (what stands under one
             key of the state, such as "model") is, although the checkpoint has that group or the same names

@@ -1,6 +1,7 @@
 """Whether a checkpoint fits a state in every key, shape, dtype and kind; and the plan that fills it."""
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from holdfast.per_rank import KEPT
 logger = logging.getLogger(__name__)
 _MOST_NAMED = 20
 _MOST_EXAMPLES = 3
+_NUMBER_OF_RANK = re.compile(r"(?<=rank)[-_.]?\d+")
 
 
 def plan_load(
@@ -172,14 +174,22 @@ def check_dtype(
     report: FitReport,
     narrowed: list[str],
 ) -> None:
-    """Report a dtype that may not be cast; note one that is cast with a warning."""
+    """Report a dtype that may not be cast; note one whose cast may change values, for a warning."""
     if dtype == wanted or cast is True:
         return
     if cast is False or _kind(dtype) != _kind(wanted):
         problem = f"the checkpoint has {dtype}, the state {wanted}; pass cast=True to cast it"
         report.add("dtype", key, problem)
-    else:
+    elif not _holds_all(wanted, dtype):
         narrowed.append(f"{key} from {dtype} to {wanted}")
+
+
+def _holds_all(wider: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether each value of ``dtype`` is one of ``wider``, a dtype of the same kind."""
+    if not (dtype.is_floating_point and wider.is_floating_point):
+        return dtype.itemsize < wider.itemsize and (dtype.is_signed <= wider.is_signed)
+    one, other = torch.finfo(wider), torch.finfo(dtype)
+    return one.eps <= other.eps and one.max >= other.max and one.smallest_normal <= other.smallest_normal
 
 
 def _repeats_memory(tensor: torch.Tensor) -> bool:
@@ -218,6 +228,9 @@ def _warn_of_forgotten(unexpected: list[str], state: dict[str, Any], metadata: M
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     roots = {_root(key, paths) for key in state}
     forgotten = [key for key in unexpected if _root(key, paths) in roots and len(paths.get(key, ())) > 1]
+    # Programs keep values of each rank under names such as ``dp_rank_1``, and each rank loads its own.
+    of_ranks = {name for key in state if (name := _NUMBER_OF_RANK.sub("", key)) != key}
+    forgotten = [key for key in forgotten if not of_ranks or _NUMBER_OF_RANK.sub("", key) not in of_ranks]
     if forgotten:
         more = ", ..." if len(forgotten) > _MOST_EXAMPLES else ""
         logger.warning(

@@ -41,8 +41,8 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
             says nothing; None, the default, logs a warning where the state has the container that they
             belong to, since then they are more likely forgotten than unwanted.
         cast: What to do where dtypes differ. True casts whatever the difference; False raises; None, the
-            default, casts within a kind (float32 to bfloat16) with one warning that lists the keys, and
-            raises across kinds (float to int).
+            default, casts within a kind and raises across kinds (float to int). One warning lists the keys
+            whose values may change (float32 to bfloat16); a wider dtype holds them all.
         ignore_mismatched_sizes: Leave alone the tensors whose shape in the checkpoint is another one,
             instead of raising. One warning that is logged lists them.
         device: Where tensors on the meta device get their memory. None for the device of the mesh of a

@@ -182,6 +182,17 @@ examples:
   holdfast clean run/step-1000 --dry-run
 """
 
+_RUN = """\
+Run a command, such as torchrun, with HOLDFAST_INSTALL=1: every Python process that it starts in this
+environment saves and loads with holdfast where it calls torch.distributed.checkpoint, unchanged.
+"""
+
+_RUN_EXAMPLES = """\
+examples:
+  holdfast run torchrun --nproc-per-node 8 train.py --lr 3e-4
+  holdfast run python train.py
+"""
+
 _COMPLETION = """\
 Print a script by which a shell completes the commands and options of holdfast.
 """
@@ -219,6 +230,10 @@ def make_parser() -> argparse.ArgumentParser:
     _add_prune(_command(commands, "prune", "delete steps of a run", _PRUNE, _PRUNE_EXAMPLES, root=True))
     clean = _command(commands, "clean", "remove what killed saves left", _CLEAN, _CLEAN_EXAMPLES, root=True)
     clean.add_argument("--dry-run", action="store_true", help="only tell what would be removed")
+    command = _bare_command(commands, "run", "run a program on holdfast, unchanged", _RUN, _RUN_EXAMPLES)
+    command.add_argument(
+        "words", metavar="CMD", nargs=argparse.PARSER, help="the command, with its arguments"
+    )
     completion = _bare_command(
         commands, "completion", "completion of words by the shell", _COMPLETION, _COMPLETION_EXAMPLES
     )

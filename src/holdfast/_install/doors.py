@@ -1,0 +1,125 @@
+"""Opens the doors: replaces torch's functions by ones that lead to ours, and puts them back."""
+
+import functools
+import importlib
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from holdfast._install.door_table import DOORS, PACKAGE
+from holdfast._install.install_options import InstallOptions, read_options
+from holdfast._install.rebinding import Function, places_of, rebind
+
+if TYPE_CHECKING:
+    from holdfast._install.calls import Calls
+
+
+class Doors:
+    """The doors of this process.
+
+    Attributes:
+        are_open: Whether torch's functions lead to ours.
+        options: The options of ``install``; None until they are needed.
+        originals: torch's function for each door.
+        left_alone: The names that stay torch's, each with the reason.
+    """
+
+    def __init__(self) -> None:
+        self.are_open = False
+        self.options: InstallOptions | None = None
+        self.originals: dict[Function, Function] = {}
+        self.left_alone: dict[str, str] = {}
+        self._in_torch = threading.local()
+
+    def open(self, options: InstallOptions) -> None:
+        """Open the doors of all modules that are imported. A second call changes only the options."""
+        self.options = options
+        self.are_open = True
+        vars(self).pop("calls", None)
+        for name in DOORS:
+            module = sys.modules.get(f"{PACKAGE}.{name}")
+            # One that is being imported has no functions yet: the import hook opens its doors.
+            if module is not None and not getattr(module.__spec__, "_initializing", False):
+                self._make_doors(module)
+        rebind({original: door for door, original in self.originals.items()})
+
+    def open_module(self, module: ModuleType) -> None:
+        """Open the doors of a module that was just imported."""
+        if self.options is None:
+            self.options = read_options({})
+        self.are_open = True
+        self._make_doors(module)
+        for name, value in [*vars(module).items()]:
+            for door, original in self.originals.items():
+                if value is original:
+                    vars(module)[name] = door
+
+    def close(self) -> None:
+        """Put torch's functions back, everywhere."""
+        self.are_open = False
+        self.options = None
+        rebind(self.originals)
+        self.originals.clear()
+        self.left_alone.clear()
+        vars(self).pop("calls", None)
+
+    def places(self) -> list[str]:
+        """Where modules have a door."""
+        return places_of(self.originals)
+
+    def strangers(self) -> dict[str, str]:
+        """The classes that were used as they are, each with the reason."""
+        made: Calls | None = vars(self).get("calls")
+        return {} if made is None else dict(made.translator.strangers)
+
+    @functools.cached_property
+    def calls(self) -> "Calls":
+        """How our functions are called. Made at the first call: it needs torch as a whole."""
+        from holdfast._install.calls import Calls  # noqa: PLC0415
+
+        return Calls(self.options or InstallOptions())
+
+    def _make_doors(self, module: ModuleType) -> None:
+        name = module.__name__.rpartition(".")[2]
+        ours = f"holdfast.{name}"
+        has_ours = importlib.util.find_spec(ours) is not None
+        for function in DOORS[name]:
+            original = vars(module).get(function)
+            if original is None or original in self.originals:
+                continue  # this version of torch does not have it; or it is done
+            if not has_ours:
+                self.left_alone[f"{module.__name__}.{function}"] = "holdfast has no such function"
+            elif original not in self.originals.values():
+                self.originals[self._door(original, ours, function)] = original
+
+    def _door(self, original: Function, module: str, name: str) -> Function:
+        @functools.wraps(original)
+        def door(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_globals.get("__name__", "")  # noqa: SLF001 - there is no other way
+            # Where our own code asks torch, it means torch.
+            if not self.are_open or getattr(self._in_torch, "is_on", False) or _is_ours(caller):
+                return self._call_torch(original, args, kwargs)
+            function = getattr(importlib.import_module(module), name)
+            return self.calls.call(function, name, args, kwargs)
+
+        return door
+
+    def _call_torch(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call torch's function so that what it calls is torch's as well."""
+        before = getattr(self._in_torch, "is_on", False)
+        self._in_torch.is_on = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._in_torch.is_on = before
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] == "holdfast"
+
+
+doors = Doors()
+"""The doors of this process."""

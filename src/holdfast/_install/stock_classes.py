@@ -1,0 +1,318 @@
+"""Translates torch's own storages, planners and stagers into ours with the same settings.
+
+Only the classes as torch has them are translated, and subclasses that change nothing that we would ignore.
+Anything else is somebody's own plugin. It is used as it is, and ``why_not`` says why.
+"""
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from holdfast._fsspec_filesystem import FsspecReader, FsspecWriter
+from holdfast._install.door_table import PACKAGE
+from holdfast._install.install_options import InstallOptions
+from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner, EmptyStateDictLoadPlanner
+from holdfast.extension import ExtensionRegistry
+from holdfast.filesystem import FileSystemReader, FileSystemWriter
+from holdfast.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from holdfast.metadata import Metadata
+from holdfast.quantized_hf_storage import QuantizedHuggingFaceStorageReader
+from holdfast.staging import BlockingAsyncStager, DefaultStager, StagingOptions
+
+
+class Recipe(NamedTuple):
+    """How one of our objects is made.
+
+    Attributes:
+        kind: The class.
+        arguments: What it is called with.
+        attributes: What is set afterwards.
+    """
+
+    kind: Callable[..., Any]
+    arguments: dict[str, Any]
+    attributes: dict[str, Any]
+
+    def make(self) -> Any:
+        """The object."""
+        made = self.kind(**self.arguments)
+        for name, value in self.attributes.items():
+            setattr(made, name, value)
+        return made
+
+
+class _Untranslatable(Exception):  # noqa: N818 - a reason, not an error
+    """Why an object stays what it is."""
+
+
+class Translator:
+    """Translates, and gives the same object of ours for the same object of torch's as long as it lives.
+
+    Attributes:
+        options: The options that our objects get, besides the settings of torch's.
+        strangers: The classes that were not translated, each with the reason.
+    """
+
+    def __init__(self) -> None:
+        self.options = InstallOptions()
+        self.strangers: dict[str, str] = {}
+        self._known: weakref.WeakKeyDictionary[Any, tuple[Recipe, Any]] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def translate(self, value: Any) -> Any:
+        """Our object for one of torch's; any other value as it is."""
+        base = _stock_base(type(value))
+        if base is None:
+            return value
+        try:
+            _refuse_changes(value, base)
+            recipe = _RECIPES[_name_in_package(base)](value, self.options)
+        except _Untranslatable as why:
+            self.strangers[f"{type(value).__module__}.{type(value).__qualname__}"] = str(why)
+            return value
+        with self._lock:
+            known = self._known.get(value)
+            if known is None or known[0] != recipe:
+                known = self._known[value] = (recipe, recipe.make())
+        return known[1]
+
+
+def is_stock(value: Any) -> bool:
+    """Whether a value is, or inherits from, one of torch's classes that are translated."""
+    return _stock_base(type(value)) is not None
+
+
+def _name_in_package(cls: type) -> str:
+    return f"{cls.__module__.removeprefix(PACKAGE)[1:]}.{cls.__qualname__}"
+
+
+def _stock_base(cls: type) -> type | None:
+    """The nearest class of torch's that is translated; None if there is none."""
+    for base in cls.__mro__:
+        if base.__module__.startswith(PACKAGE) and _name_in_package(base) in _RECIPES:
+            home = sys.modules.get(base.__module__)
+            return base if getattr(home, base.__qualname__, None) is base else None
+    return None
+
+
+# What every class has, and what says nothing of what its methods do.
+_SILENT = {
+    *("__init__", "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__"),
+    *("__abstractmethods__", "_abc_impl", "__parameters__", "__orig_bases__", "__static_attributes__"),
+    *("__firstlineno__", "_is_protocol", "_is_runtime_protocol", "__protocol_attrs__", "__subclasshook__"),
+    *("__non_callable_proto_members__", "__annotate_func__", "__annotations_cache__"),
+}
+
+
+def _refuse_changes(value: Any, base: type) -> None:
+    """Raise if a subclass, a patch or the object itself has methods that we would not call."""
+    cls = type(value)
+    own = cls.__mro__[: cls.__mro__.index(base)]
+    overridden = {name for one in own for name in vars(one) if hasattr(base, name)} - _SILENT
+    if issubclass(base, _class("filesystem", "FileSystemReader")):
+        overridden.discard("read_metadata")
+    if overridden:
+        names = ", ".join(sorted(overridden))
+        raise _Untranslatable(f"it is a {base.__name__} with {names} of its own, and works as a plugin")
+    for one in base.__mro__:
+        if one.__module__.startswith(PACKAGE):
+            patched = [name for name, method in vars(one).items() if _is_patched(name, method)]
+            if patched:
+                raise _Untranslatable(f"somebody has replaced {one.__name__}.{patched[0]}")
+    patched = [name for name in vars(value) if callable(getattr(cls, name, None))]
+    if patched:
+        raise _Untranslatable(f"somebody has replaced {patched[0]} of this {base.__name__}")
+
+
+def _is_patched(name: str, method: Any) -> bool:
+    function = getattr(method, "__func__", method)
+    if name.startswith("__") or not callable(function):
+        return False
+    return not str(getattr(function, "__module__", "")).startswith("torch.")
+
+
+def _class(module: str, name: str) -> type:
+    found: type = getattr(sys.modules[f"{PACKAGE}.{module}"], name)
+    return found
+
+
+def _setting(value: Any, name: str, *, default: Any = None) -> Any:
+    """An attribute that older versions of torch do not have."""
+    return getattr(value, name, default)
+
+
+def _place(storage: Any) -> tuple[str, dict[str, Any]]:
+    """The path of a storage, and the attributes that keep a file system other than the local one."""
+    fs = storage.fs
+    if type(fs) is _class("filesystem", "FileSystem"):
+        return storage.path, {}
+    return storage.path, {"fs": fs, "path": storage.path}
+
+
+def _writer(kind: Callable[..., Any], writer: Any, *, may_cache: bool = True) -> Recipe:
+    form = _setting(writer, "serialization_format")
+    if form is not None and form.name != "TORCH_SAVE":
+        raise _Untranslatable(f"it writes {form.name}, which ours does not")
+    path, attributes = _place(writer)
+    arguments = {
+        "path": path,
+        "single_file_per_rank": writer.single_file_per_rank,
+        "sync_files": writer.sync_files,
+        "thread_count": writer.thread_count,
+        "per_thread_copy_ahead": writer.per_thread_copy_ahead,
+        "overwrite": _setting(writer, "overwrite", default=True),
+        "_extensions": tuple(_setting(_setting(writer, "transforms"), "extensions", default=())),
+    }
+    if may_cache:
+        arguments["cache_staged_state_dict"] = _setting(writer, "cache_staged_state_dict", default=False)
+    return Recipe(kind, arguments, attributes)
+
+
+def _file_system_writer(writer: Any, _: InstallOptions) -> Recipe:
+    return _writer(FileSystemWriter, writer)
+
+
+def _fsspec_writer(writer: Any, _: InstallOptions) -> Recipe:
+    return _writer(FsspecWriter, writer, may_cache=False)
+
+
+def _hf_writer(writer: Any, _: InstallOptions) -> Recipe:
+    attributes = _place(writer)[1]
+    # With consolidation torch's class writes shards into a folder below first. Ours writes the whole files.
+    path = _setting(writer, "consolidated_output_path") or writer.path
+    names = ("thread_count", "save_distributed", "enable_consolidation", "thread_count_consolidation")
+    arguments = {name: getattr(writer, name) for name in names if hasattr(writer, name)}
+    arguments["fqn_to_index_mapping"] = _setting(writer, "fqn_to_index_mapping")
+    if attributes:
+        attributes["path"] = path
+    return Recipe(HuggingFaceStorageWriter, {"path": path, **arguments}, attributes)
+
+
+class _ReaderWithOwnMetadata(FileSystemReader):
+    """Reads as ours do, and only the keys that a stranger's ``read_metadata`` knows."""
+
+    stranger: Any = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata of the checkpoint, as far as the stranger's has it."""
+        kept = self.stranger.read_metadata(*args, **kwargs).state_dict_metadata
+        metadata = super().read_metadata(*args, **kwargs)
+        if kept.keys() == metadata.state_dict_metadata.keys():
+            return metadata
+        metadata.state_dict_metadata = {
+            key: entry for key, entry in metadata.state_dict_metadata.items() if key in kept
+        }
+        return metadata
+
+
+def _reader(kind: Callable[..., Any], reader: Any, options: InstallOptions) -> Recipe:
+    path, attributes = _place(reader)
+    arguments = {"path": path, "allow_pickle": bool(options.allow_pickle)}
+    registry = _setting(_setting(reader, "transforms"), "extension_registry")
+    if registry is not None:
+        own = [one for one in registry.extensions.values() if not one.__module__.startswith(PACKAGE)]
+        arguments["_extension_registry"] = _registry_with(tuple(own)) if own else None
+    if _has_own_metadata(reader):
+        return Recipe(_ReaderWithOwnMetadata, arguments, {**attributes, "stranger": reader})
+    return Recipe(kind, arguments, attributes)
+
+
+def _registry_with(extensions: tuple[Any, ...]) -> ExtensionRegistry:
+    made = ExtensionRegistry()
+    for extension in extensions:
+        made.register(extension)
+    return made
+
+
+def _has_own_metadata(reader: Any) -> bool:
+    base = _stock_base(type(reader))
+    return base is not None and type(reader).read_metadata is not base.read_metadata  # type: ignore[attr-defined]
+
+
+def _file_system_reader(reader: Any, options: InstallOptions) -> Recipe:
+    return _reader(FileSystemReader, reader, options)
+
+
+def _fsspec_reader(reader: Any, options: InstallOptions) -> Recipe:
+    return _reader(FsspecReader, reader, options)
+
+
+def _hf_reader(reader: Any, _: InstallOptions) -> Recipe:
+    return _model_reader(HuggingFaceStorageReader, reader)
+
+
+def _quantized_reader(reader: Any, _: InstallOptions) -> Recipe:
+    return _model_reader(QuantizedHuggingFaceStorageReader, reader, "target_dtype", "block_size")
+
+
+def _model_reader(kind: Callable[..., Any], reader: Any, *names: str) -> Recipe:
+    if _has_own_metadata(reader):
+        raise _Untranslatable("it has a read_metadata of its own, and works as a plugin")
+    path, attributes = _place(reader)
+    arguments = {name: getattr(reader, name) for name in ("thread_count", *names) if hasattr(reader, name)}
+    return Recipe(kind, {"path": path, **arguments}, attributes)
+
+
+def _save_planner(planner: Any, options: InstallOptions) -> Recipe:
+    arguments = {
+        "flatten_state_dict": planner.flatten_state_dict,
+        "flatten_sharded_tensors": planner.flatten_sharded_tensors,
+        "dedup_save_to_lowest_rank": _setting(planner, "dedup_save_to_lowest_rank", default=False),
+        "enable_plan_caching": _setting(planner, "_enable_plan_caching", default=False),
+    }
+    return Recipe(DefaultSavePlanner, {**arguments, **options.for_save_planner()}, {})
+
+
+def _load_planner(planner: Any, options: InstallOptions) -> Recipe:
+    return Recipe(DefaultLoadPlanner, _load_settings(planner, options), {})
+
+
+def _empty_state_planner(planner: Any, options: InstallOptions) -> Recipe:
+    keys = planner.keys
+    chosen = None if keys is None else frozenset(keys)
+    return Recipe(EmptyStateDictLoadPlanner, {"keys": chosen, **_load_settings(planner, options)}, {})
+
+
+def _load_settings(planner: Any, options: InstallOptions) -> dict[str, Any]:
+    return {
+        "flatten_state_dict": planner.flatten_state_dict,
+        "flatten_sharded_tensors": planner.flatten_sharded_tensors,
+        "allow_partial_load": _setting(planner, "allow_partial_load", default=False),
+        **options.for_load_planner(),
+    }
+
+
+def _default_stager(stager: Any, _: InstallOptions) -> Recipe:
+    config = stager._config  # noqa: SLF001 - torch has no other name for it
+    names = ("use_pinned_memory", "use_shared_memory", "use_async_staging", "use_non_blocking_copy")
+    chosen = {_NEW_NAMES.get(name, name): value for name, value in vars(config).items()}
+    options = StagingOptions(**{name: chosen[name] for name in names if name in chosen})
+    return Recipe(DefaultStager, {"config": options}, {})
+
+
+# What options are called in torch 2.9 and before.
+_NEW_NAMES = {"use_cuda_non_blocking_copy": "use_non_blocking_copy"}
+
+
+def _blocking_stager(stager: Any, _: InstallOptions) -> Recipe:
+    arguments = {"cache_staged_state_dict": stager.cache_staged_state_dict, "type_check": stager.type_check}
+    return Recipe(BlockingAsyncStager, arguments, {})
+
+
+_RECIPES: dict[str, Callable[[Any, InstallOptions], Recipe]] = {
+    "filesystem.FileSystemWriter": _file_system_writer,
+    "filesystem.FileSystemReader": _file_system_reader,
+    "_fsspec_filesystem.FsspecWriter": _fsspec_writer,
+    "_fsspec_filesystem.FsspecReader": _fsspec_reader,
+    "hf_storage.HuggingFaceStorageWriter": _hf_writer,
+    "hf_storage.HuggingFaceStorageReader": _hf_reader,
+    "quantized_hf_storage.QuantizedHuggingFaceStorageReader": _quantized_reader,
+    "default_planner.DefaultSavePlanner": _save_planner,
+    "default_planner.DefaultLoadPlanner": _load_planner,
+    "default_planner._EmptyStateDictLoadPlanner": _empty_state_planner,
+    "staging.DefaultStager": _default_stager,
+    "staging.BlockingAsyncStager": _blocking_stager,
+}
+"""By the name of a class in torch's package: what makes ours of an object of it, and of the options."""

@@ -1,0 +1,154 @@
+"""Unmodified frameworks on Holdfast: they train as before, survive kill -9, and stock torch reads the result.
+
+``make frameworks`` runs these tests, in an environment of its own. They are not part of ``make test``.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.support.ranks import python_environment
+
+JOBS = Path(__file__).parent / "jobs"
+FRAMEWORKS = ["accelerate", "lightning", "torchtitan", "transformers"]
+CONTINUES = ["accelerate", "lightning", "torchtitan"]
+"""The frameworks whose checkpoints have optimizers and steps; the others save models."""
+
+pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
+
+
+class Job(NamedTuple):
+    """How a job ended: what it told, if it came to its end, and all that it printed."""
+
+    result: dict[str, Any] | None
+    output: str
+
+    @property
+    def losses(self) -> list[float]:
+        assert self.result is not None, self.output
+        losses: list[float] = self.result["losses"]
+        return losses
+
+
+def run(framework: str, folder: Path, world: int = 2, *, stock: bool = False, **settings: Any) -> Job:
+    """Run a framework's job on some ranks, on Holdfast or with stock torch."""
+    environment = {**python_environment(), "OMP_NUM_THREADS": "1", "HOLDFAST_INSTALL": "0" if stock else "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    command += [str(JOBS / f"{framework}_job.py"), json.dumps({"folder": str(folder), **settings})]
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    told = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    return Job(json.loads(told[-1].removeprefix("RESULT ")) if told else None, done.stdout)
+
+
+def saved_by_us(folder: Path) -> bool:
+    """Whether all checkpoints below a folder are ours."""
+    files = [*folder.rglob("__*.distcp")]
+    checksums = [*folder.rglob(".holdfast.safetensors.checksums")]
+    return bool(files or checksums) and all("-" in file.name for file in files)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_losses_are_those_of_stock_torch_and_each_reads_the_others_checkpoint(
+    framework: str, tmp_path: Path
+) -> None:
+    stock = run(framework, tmp_path / "stock", stock=True)
+    ours = run(framework, tmp_path / "ours")
+    assert ours.losses == stock.losses, ours.output
+    assert saved_by_us(tmp_path / "ours")
+    assert not saved_by_us(tmp_path / "stock")
+    goes_on = run(framework, tmp_path / "stock", stock=True, resume=True)
+    # Each side goes on from the checkpoint of the other.
+    assert run(framework, tmp_path / "ours", stock=True, resume=True).losses == goes_on.losses
+    again = run(framework, tmp_path / "again")
+    assert again.losses == stock.losses
+    assert run(framework, tmp_path / "again", resume=True).losses == goes_on.losses
+
+
+@pytest.mark.parametrize("framework", CONTINUES)
+def test_a_run_goes_on_with_another_number_of_ranks(framework: str, tmp_path: Path) -> None:
+    whole = run(framework, tmp_path / "whole", steps=4)
+    run(framework, tmp_path / "parts", steps=2)
+    rest = run(framework, tmp_path / "parts", world=1, resume="elsewhere", steps=2)
+    assert rest.result is not None, rest.output
+    assert rest.result["first"] == 2
+    # Sums over one and over two ranks are rounded differently.
+    assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-5)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("kill_at", [4, 12])
+def test_a_kill_in_an_overwrite_leaves_a_whole_checkpoint(
+    framework: str, kill_at: int, tmp_path: Path
+) -> None:
+    first = run(framework, tmp_path / "a")
+    assert first.result is not None, first.output
+    killed = run(framework, tmp_path / "a", resume=True, kill_at=kill_at)
+    assert killed.result is None
+    assert "Signal 9" in killed.output, killed.output
+    then = run(framework, tmp_path / "a", resume=True, steps=1)
+    assert then.result is not None, then.output
+    if framework in CONTINUES:
+        assert then.result["first"] in (2, 3, 4)
+
+
+# transformers reads whole safetensors files itself, and checks no byte of them.
+@pytest.mark.parametrize("framework", CONTINUES)
+def test_a_flipped_byte_is_noticed(framework: str, tmp_path: Path) -> None:
+    assert run(framework, tmp_path / "a").result is not None
+    for file in (tmp_path / "a").rglob("__*.distcp"):
+        data = bytearray(file.read_bytes())
+        for place in range(len(data) // 3, len(data), 997):
+            data[place] ^= 1
+        file.write_bytes(data)
+    damaged = run(framework, tmp_path / "a", resume=True)
+    assert damaged.result is None
+    assert "ChecksumError" in damaged.output or "IntegrityError" in damaged.output, damaged.output
+
+
+def test_accelerate_merges_the_weights_of_a_checkpoint(tmp_path: Path) -> None:
+    job = run("accelerate", tmp_path / "a", export=str(tmp_path / "merged"))
+    assert job.result is not None, job.output
+    weights = load_file(tmp_path / "merged" / "model.safetensors")
+    assert sorted(weights) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+
+
+def test_lightning_consolidates_a_checkpoint(tmp_path: Path) -> None:
+    assert run("lightning", tmp_path / "a").result is not None
+    command = [sys.executable, "-m", "lightning.fabric.utilities.consolidate_checkpoint", str(tmp_path / "a")]
+    for install in ("0", "1"):
+        environment = {**python_environment(), "HOLDFAST_INSTALL": install}
+        output = tmp_path / f"{install}.ckpt"
+        subprocess.run([*command, "--output_file", str(output)], env=environment, check=True)
+        state = torch.load(output, weights_only=False)
+        assert sorted(state["model"]) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+        assert state["step"] == 2
+
+
+def test_torchtitan_saves_in_the_background_and_keeps_the_last_two(tmp_path: Path) -> None:
+    job = run("torchtitan", tmp_path / "a", steps=4, in_background=True)
+    assert job.result is not None, job.output
+    # It counts the folders that exist when a save has begun: the folder of that save may not be there yet.
+    assert job.result["folders"] in (["step-3", "step-4"], ["step-2", "step-3", "step-4"])
+    assert saved_by_us(tmp_path / "a")
+    then = run("torchtitan", tmp_path / "a", resume=True, steps=1, in_background=True)
+    assert then.result is not None, then.output
+    assert (then.result["first"], then.result["seen"]) == (4, 5)
+    assert "are not loaded" not in then.output
+
+
+@pytest.mark.parametrize("stock", [True, False])
+def test_torchtitan_writes_its_last_save_for_hugging_face(tmp_path: Path, stock: bool) -> None:
+    job = run("torchtitan", tmp_path / "a", steps=2, export="yes", stock=stock)
+    assert job.result is not None, job.output
+    last = tmp_path / "a" / "step-2"
+    index = json.loads((last / "model.safetensors.index.json").read_text())["weight_map"]
+    assert sorted(index) == ["x.0.bias", "x.0.weight", "x.2.bias", "x.2.weight"]
+    assert all(key in load_file(os.path.join(last, file)) for key, file in index.items())
