@@ -90,8 +90,11 @@ def test_a_missing_place_is_told_with_what_is_near(
 ) -> None:
     save(place, 1.0)
     above = place.rpartition("/")[0]
-    assert main(["ls", above]) != 0
-    assert above in capsys.readouterr().err
+    assert main(["ls", above]) == 0
+    assert "step-1" in capsys.readouterr().out
+    nowhere = f"{above}/nothing"
+    assert main(["ls", nowhere]) != 0
+    assert nowhere in capsys.readouterr().err
     with pytest.raises(holdfast.errors.WrongFolderError, match="step-1"):
         holdfast.load({"a": torch.zeros(1)}, checkpoint_id=above)
 
