@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from tests.hf.model_files import DTYPES, load, model_files, of_dtype, same, with_safetensors
 from tests.support.ranks import run_ranks
+from tests.support.stock_torch import stock_hf_storage
 from torch.distributed.checkpoint import state_dict_saver as stock
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as StockWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -79,7 +79,9 @@ def save_with_stock_torch(folder: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(40.0).view(8, 5)
     state = {f"dim {dim}": distribute_tensor(whole + dim, mesh, [Shard(dim)]) for dim in range(2)}
-    stock.save(state, storage_writer=StockWriter(folder, save_distributed=True))
+    stock.save(
+        state, storage_writer=stock_hf_storage().HuggingFaceStorageWriter(folder, save_distributed=True)
+    )
     consolidate_safetensors_files_on_every_rank(folder, f"{folder}/out", {"dim 0": 1, "dim 1": 1})
 
 

@@ -20,8 +20,8 @@ from tests.hf.model_files import (
     some_state,
     with_safetensors,
 )
+from tests.support.stock_torch import stock_hf_storage
 from torch.distributed.checkpoint import state_dict_loader as stock
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader as StockReader
 
 import holdfast as dcp
 from holdfast.errors import CheckpointException, InvalidPlanError, UsageError
@@ -62,7 +62,7 @@ def test_stock_torch_reads_what_is_written(tmp_path: Path) -> None:
     state = {key: value for key, value in some_state().items() if key not in unknown_to_stock}
     export(state, tmp_path, max_shard_size="2MB")
     found = room_for(state)
-    stock.load(found, storage_reader=StockReader(str(tmp_path)))
+    stock.load(found, storage_reader=stock_hf_storage().HuggingFaceStorageReader(str(tmp_path)))
     assert same(found, state)
 
 

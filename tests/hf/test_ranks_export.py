@@ -81,7 +81,7 @@ def load_together(folder: str) -> bool:
         key: distribute_tensor(torch.zeros_like(value), line, [Shard(value.dim() - 1)])
         if key.startswith(("cube", "mesh", "rep"))
         else torch.zeros(value.shape, dtype=torch.uint8).view(value.dtype)
-        if value.dtype == torch.float4_e2m1fn_x2
+        if str(value.dtype) == "torch.float4_e2m1fn_x2"
         else torch.zeros_like(value)
         for key, value in state.items()
     }

@@ -21,6 +21,14 @@ HAS_EXTENSIONS = importlib.util.find_spec("torch.distributed.checkpoint._extensi
 needs_extensions = pytest.mark.skipif(not HAS_EXTENSIONS, reason="this torch has no transforms")
 
 
+def stock_hf_storage() -> Any:
+    """torch's module of Hugging Face storages. Skips the test if this torch has none."""
+    name = "torch.distributed.checkpoint.hf_storage"
+    if not IS_NEWEST and importlib.util.find_spec(name) is None:
+        pytest.skip("this torch has no storages of safetensors files")
+    return importlib.import_module(name)
+
+
 def stock_save(state: dict[str, Any], **options: Any) -> Any:
     """torch's ``save`` by this process alone; returns torch's Metadata."""
     return _alone(state_dict_saver.save, state, **options)
