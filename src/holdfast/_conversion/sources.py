@@ -165,7 +165,8 @@ def open_source(
     if isinstance(found, TorchSaveCheckpoint):
         return Source("torch_save", path, found.store, read_torch_save_metadata(found.source))
     if isinstance(found, SafetensorsModel):
-        return Source("safetensors", path, found.store, read_model_metadata(found.store, only=found.only_file))
+        metadata = read_model_metadata(found.store, only=found.only_file)
+        return Source("safetensors", path, found.store, metadata)
     if found.metadata_names != [(None, METADATA)]:
         raise UsageError(
             f"{path}: ranks have saved it each for itself (use_collectives=False), so that its parts are "

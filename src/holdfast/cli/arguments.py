@@ -13,9 +13,7 @@ _PATH_HELP = "the checkpoint: a folder or a file, as a path or URL"
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line. ``command`` is None where none was given."""
     plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="holdfast", description=ABOUT, epilog=EPILOG, formatter_class=plain
-    )
+    parser = argparse.ArgumentParser(prog="holdfast", description=ABOUT, epilog=EPILOG, formatter_class=plain)
     parser.add_argument("--version", action="version", version=f"holdfast {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for name, (summary, about, examples) in COMMANDS.items():
