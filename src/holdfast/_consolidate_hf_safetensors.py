@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from holdfast._conversion.entry_stream import PIECE, row_major_boxes
 from holdfast._conversion.sources import Source, open_target
-from holdfast._conversion.streams import PIECE, row_major_boxes
 from holdfast._geometry import Box, row_major_strides
 from holdfast._plan.global_plan import describe
 from holdfast._storage.safetensors_writing import ChunkPlace
