@@ -8,7 +8,7 @@ from holdfast._contents.opening import Checkpoint, find_checkpoint
 from holdfast._format.names import METADATA, metadata_rank
 from holdfast._format.safetensors import SUFFIX
 from holdfast._io.places import local_path, open_file_place
-from holdfast.errors import CheckpointNotFoundError
+from holdfast.errors import CheckpointNotFoundError, UsageError
 
 _TORCH_SAVE = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 """How files of ``torch.save`` are usually called. A local file may be called anything."""
@@ -34,7 +34,12 @@ def open_checkpoint(
     """
     path = os.fspath(place)
     if not _may_be_torch_save(path):
-        return find_checkpoint(path)
+        try:
+            return find_checkpoint(path)
+        except CheckpointNotFoundError:
+            # A URL does not tell whether it is one of a prefix or of a file, which may be called anything.
+            if local_path(path) is not None or not _is_a_file(path):
+                raise
     store, name = open_file_place(path)
     if not store.exists(name):
         if local_path(path) is not None:
@@ -46,12 +51,24 @@ def open_checkpoint(
     return open_torch_save(store, name, verify=verify, allow_pickle=allow_pickle, safe_globals=safe_globals)
 
 
+def _is_a_file(url: str) -> bool:
+    try:
+        store, name = open_file_place(url)
+    except UsageError:  # a bucket, without a name in it
+        return False
+    return not _is_of_a_checkpoint(name) and store.exists(name)
+
+
+def _is_of_a_checkpoint(name: str) -> bool:
+    return name == METADATA or metadata_rank(name) is not None or name.endswith(SUFFIX)
+
+
 def _may_be_torch_save(path: str) -> bool:
     folder = local_path(path)
     if folder is not None:
         path = folder
     name = os.path.basename(path)
-    if name == METADATA or metadata_rank(name) is not None or name.endswith(SUFFIX):
+    if _is_of_a_checkpoint(name):
         return False
     if folder is None or not os.path.isfile(path):
         return name.endswith(_TORCH_SAVE) and not os.path.isdir(path)

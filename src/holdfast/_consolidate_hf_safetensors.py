@@ -8,40 +8,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holdfast._geometry import row_major_strides
-from holdfast._io.progress import ProgressTracker
+from holdfast._conversion.entry_stream import PIECE, row_major_boxes
+from holdfast._conversion.sources import Source, open_target
+from holdfast._geometry import Box, row_major_strides
 from holdfast._plan.global_plan import describe
-from holdfast._storage.reading import read_items
-from holdfast._storage.safetensors_metadata import read_model_metadata
 from holdfast._storage.safetensors_writing import ChunkPlace
-from holdfast._storage.store_writer import DEFAULT_BUDGET
-from holdfast.extension import ExtensionRegistry
-from holdfast.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from holdfast.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
-from holdfast.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from holdfast.hf_storage import HuggingFaceStorageWriter
+from holdfast.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
+from holdfast.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from holdfast.state_dict_saver import save
 
 __all__ = ["consolidate_safetensors_files", "consolidate_safetensors_files_on_every_rank"]
 
 logger = logging.getLogger(__name__)
-_PIECE = 16 << 20
-"""The most bytes that a thread reads before it writes them, unless a single row has more."""
 
 
 def consolidate_safetensors_files(
@@ -97,17 +76,17 @@ def _consolidate(
     **options: Any,
 ) -> None:
     writer = HuggingFaceStorageWriter(output_dir, mapping, num_threads)
-    planner = _CopyPlanner(input_dir, mapping)
+    planner = _JoiningPlanner(input_dir, mapping)
     save({}, storage_writer=writer, planner=planner, **options)
 
 
-class _CopyPlanner(SavePlanner):
+class _JoiningPlanner(SavePlanner):
     """Saves what safetensors files hold: the coordinator deals their boxes out, and ranks read their own."""
 
     def __init__(self, input_dir: str | os.PathLike[str], mapping: Mapping[str, Any] | None) -> None:
-        self._reader = HuggingFaceStorageReader(input_dir)
+        self._input_dir = input_dir
         self._mapping = mapping
-        self._metadata = Metadata({})
+        self._source: Source
         self._is_coordinator = False
 
     def set_up_planner(
@@ -116,13 +95,13 @@ class _CopyPlanner(SavePlanner):
         storage_meta: StorageMeta | None = None,  # noqa: ARG002
         is_coordinator: bool = False,
     ) -> None:
-        self._metadata = read_model_metadata(self._reader.store)
+        self._source = open_target(self._input_dir, "safetensors")
         self._is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
         if not self._is_coordinator:
             return SavePlan([])
-        there = self._metadata.state_dict_metadata
+        there = self._source.metadata.state_dict_metadata
         left = [key for key in there if self._mapping is not None and key not in self._mapping]
         if left:
             logger.warning("left out, as fqn_to_index_mapping does not name them: %s", ", ".join(left[:8]))
@@ -130,13 +109,15 @@ class _CopyPlanner(SavePlanner):
         return SavePlan([item for key in there if key in wanted for item in self._items(key)])
 
     def _items(self, key: str) -> Iterator[WriteItem]:
-        entry = self._metadata.state_dict_metadata[key]
-        assert isinstance(entry, TensorStorageMetadata)
-        kind = WriteItemType.SHARD
-        for number, chunk in enumerate(entry.chunks):
-            for box in _pieces(chunk, entry.properties.dtype.itemsize):
-                data = TensorWriteData(box, entry.properties, entry.size)
-                yield WriteItem(MetadataIndex(key, box.offsets, number), kind, tensor_data=data)
+        entry = self._source.tensor(key)
+        assert entry is not None
+        for number, stored in enumerate(entry.chunks):
+            whole = Box(tuple(stored.offsets), tuple(stored.sizes))
+            for box in row_major_boxes(whole, entry.properties.dtype.itemsize, PIECE):
+                chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths))
+                data = TensorWriteData(chunk, entry.properties, entry.size)
+                index = MetadataIndex(key, chunk.offsets, number)
+                yield WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         items = [item for plan in all_plans for item in plan.items]
@@ -146,62 +127,11 @@ class _CopyPlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        data = write_item.tensor_data
-        assert data is not None
-        box, key = data.chunk, write_item.index.fqn
-        tensor = torch.empty(box.sizes, dtype=data.properties.dtype)
-        entry = self._metadata.state_dict_metadata[key]
-        assert isinstance(entry, TensorStorageMetadata)
-        chunk = next(chunk for chunk in entry.chunks if _contains(chunk, box))
-        index, zeros = MetadataIndex(key, chunk.offsets), torch.Size([0] * len(box.sizes))
-        inside = torch.Size([at - begin for at, begin in zip(box.offsets, chunk.offsets, strict=True)])
-        line = ReadItem(LoadItemType.TENSOR, index, zeros, index, inside, box.sizes)
-        read_items(
-            self._reader.store,
-            LoadPlan([line]),
-            _IntoTensor(tensor),
-            self._metadata,
-            registry=ExtensionRegistry(),
-            threads=1,
-            budget=DEFAULT_BUDGET,
-            verify=True,
-            progress=ProgressTracker(),
-        )
+        assert write_item.tensor_data is not None
+        chunk = write_item.tensor_data.chunk
+        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+        (tensor,) = self._source.read_boxes([(write_item.index.fqn, box)])
         return tensor
-
-
-class _IntoTensor(LoadPlanner):
-    """Hands out the memory of one tensor."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:  # noqa: ARG002 - there is one
-        return self.tensor
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        pass
-
-
-def _pieces(chunk: ChunkStorageMetadata, itemsize: int) -> Iterator[ChunkStorageMetadata]:
-    """A chunk in slices along its first dimension that is longer than 1."""
-    offsets, sizes = chunk.offsets, chunk.sizes
-    cut = next((d for d, size in enumerate(sizes) if size > 1), None)
-    if cut is None or sizes.numel() * itemsize <= _PIECE:
-        yield chunk
-        return
-    rows = max(1, _PIECE // (sizes.numel() // sizes[cut] * itemsize))
-    for start in range(0, sizes[cut], rows):
-        count = min(rows, sizes[cut] - start)
-        yield ChunkStorageMetadata(
-            torch.Size([*offsets[:cut], offsets[cut] + start, *offsets[cut + 1 :]]),
-            torch.Size([*sizes[:cut], count, *sizes[cut + 1 :]]),
-        )
-
-
-def _contains(chunk: ChunkStorageMetadata, box: ChunkStorageMetadata) -> bool:
-    starts = zip(chunk.offsets, chunk.sizes, box.offsets, box.sizes, strict=True)
-    return all(at <= begin and begin + length <= at + size for at, size, begin, length in starts)
 
 
 def _deal(items: Sequence[WriteItem], count: int) -> list[list[WriteItem]]:

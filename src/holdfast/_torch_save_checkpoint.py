@@ -24,10 +24,11 @@ class TorchSaveCheckpoint(Checkpoint):
 
     @property
     def url(self) -> str:
-        return self._source.path
+        return self.source.path
 
     @property
-    def _source(self) -> TorchSaveSource:
+    def source(self) -> TorchSaveSource:
+        """The file."""
         assert isinstance(self.store, TorchSaveSource)
         return self.store
 
@@ -35,7 +36,7 @@ class TorchSaveCheckpoint(Checkpoint):
         return self.store.list()
 
     def read(self, rank: int | None, name: str) -> Inventory:  # noqa: ARG002 - there is one part
-        source = self._source
+        source = self.source
         structure = source.contents.structure
         found = inventory_of(
             torch_save_manifest(source),
@@ -50,8 +51,8 @@ class TorchSaveCheckpoint(Checkpoint):
         return replace(found, files={source.name: source.contents.nbytes})
 
     def check_jobs(self, part: Inventory, report: Findings) -> Iterator[Callable[[], None]]:
-        keys = _keys_by_place(part, self._source.name)
-        for run in self._source.contents.storages:
+        keys = _keys_by_place(part, self.source.name)
+        for run in self.source.contents.storages:
             if run.crc32 is None:
                 report.leave_unchecked("saved without checksums")
             else:
@@ -61,7 +62,7 @@ class TorchSaveCheckpoint(Checkpoint):
     def _check(self, run: StoredRun, keys: list[str], report: Findings) -> None:
         found, buffer = 0, memoryview(bytearray(min(STEP, run.nbytes)))
         # A reader that checks by itself raises with the last piece.
-        with self._source.open(self._source.name) as file, contextlib.suppress(ChecksumError):
+        with self.source.open(self.source.name) as file, contextlib.suppress(ChecksumError):
             for at in range(0, run.nbytes, STEP):
                 piece = buffer[: min(STEP, run.nbytes - at)]
                 file.read_into(run.start + at, piece)
@@ -69,7 +70,7 @@ class TorchSaveCheckpoint(Checkpoint):
         report.advance(run.nbytes)
         if found != run.crc32:
             message = "the bytes are not the ones that were written"
-            place = {"file": self._source.name, "offset": run.start, "nbytes": run.nbytes}
+            place = {"file": self.source.name, "offset": run.start, "nbytes": run.nbytes}
             report.damage("checksum", message, keys=keys, **place)
 
 

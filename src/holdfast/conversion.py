@@ -8,9 +8,9 @@ from typing import Any, get_args
 import torch
 
 from holdfast._conversion.copy_planner import CopyPlanner
+from holdfast._conversion.entry_stream import EntryStream
 from holdfast._conversion.selection import Rename, Selection, refuse_objects, refuse_subclasses, select
 from holdfast._conversion.sources import Format, Source, open_source, open_target
-from holdfast._conversion.streams import EntryStream
 from holdfast._conversion.torch_save_target import TorchSaveTarget
 from holdfast._format.safetensors import SUFFIX
 from holdfast._io.places import local_path, open_file_place, open_place

@@ -31,7 +31,6 @@ import logging
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -42,7 +41,7 @@ from holdfast._background.save_future import SaveFuture
 from holdfast._background.staged_copy import prepare_staging
 from holdfast._engine.stateful_objects import open_states
 from holdfast._manager.background_pruning import BackgroundPruning
-from holdfast._manager.restoring import restore_newest
+from holdfast._manager.restoring import RestoredStep, restore_newest
 from holdfast._manager.save_decision import SaveDecision
 from holdfast._manager.step_queries import StepQueries
 from holdfast._manager.update_guard import UpdateGuard
@@ -72,7 +71,6 @@ from holdfast._steps.step_metadata import METRICS, STEP, USER
 from holdfast._steps.step_names import DEFAULT_NAME, StepNames
 from holdfast._writer_process.client import start_writer_process
 from holdfast.errors import CheckpointError, UsageError
-from holdfast.load_result import LoadResult
 from holdfast.metadata import Metadata
 from holdfast.staging import DefaultStager
 from holdfast.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save, save
@@ -101,38 +99,17 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class RestoredStep:
-    """What ``restore`` has loaded.
-
-    Attributes:
-        step: The step.
-        metrics: The metrics that it was saved with.
-        metadata: The metadata that it was saved with.
-        result: What the load did.
-        skipped: Newer steps that are damaged or incomplete, each with the reason.
-    """
-
-    step: int
-    metrics: Mapping[str, Any]
-    metadata: Mapping[str, Any]
-    result: LoadResult
-    skipped: Mapping[int, str]
-
-
 class CheckpointManager(StepQueries):
     """Saves, finds, restores and deletes the checkpoints of one run, each in its own folder below a root.
 
     What is promised:
 
     - The newest complete checkpoint is never deleted. What is not complete, or known to be damaged, counts
-    for
-      nothing and is left where it is. A crash at any instant of a save or deletion leaves this true.
+      for nothing and is left where it is. A crash at any instant of a save or deletion leaves this true.
     - Deleting is done in a thread on rank 0, and no save waits for it.
     - All ranks decide alike: ``should_save`` returns the same on every rank for a step.
-    - A run that goes back to an earlier step is told so in the log, and goes on from there: from its first
-    save
-      on, ``latest`` is a step of the new run, though the old one had higher numbers.
+    - If a run goes back to an earlier step, the log says so. From the next save on, ``latest`` is a step of
+      the new run, although the old one had higher numbers.
 
     It must be made on every rank of the group, and ``save``, ``async_save``, ``restore`` and ``should_save``
     must be called on every rank. All other methods work on any one rank.
@@ -148,8 +125,7 @@ class CheckpointManager(StepQueries):
         metadata: Something to keep of the run, as JSON; see ``run_metadata``.
         read_only: Only look and restore: nothing in the root is changed.
         overlap_staging: ``async_save`` returns while large tensors are still being copied. Then everything
-        that
-            changes the state must stand in ``with manager.updating():``.
+            that changes the state must stand in ``with manager.updating():``.
         async_checkpointer_type: Where ``async_save`` does its work.
 
     Raises:
@@ -329,8 +305,8 @@ class CheckpointManager(StepQueries):
             raise UsageError(f"a step is a whole number of 0 or more, not {step!r}", found=step)
         if self._newest is not None and step < self._newest:
             self._go_back(step, self._newest)
-        with self._guard:
-            self._decision.saving = None
+        self._guard.wait()
+        self._decision.saving = None
         self._newest = step
         self._decision.begin(step)
         self._background.leave_alone(self._root.names.folder(step))
@@ -409,16 +385,9 @@ class CheckpointManager(StepQueries):
 
         Raises:
             CheckpointException: As of :func:`holdfast.load`; if no step is sound, the error of the newest.
-            The
-                state may have been changed then.
+                The state may have been changed then.
         """
-        outcome = restore_newest(self._root, state, step, self._group, options, read_only=self.read_only)
-        if outcome is None:
-            return None
-        kept = outcome.user_metadata
-        return RestoredStep(
-            outcome.step, kept.get(METRICS, {}), kept.get(USER, {}), outcome.result, outcome.skipped
-        )
+        return restore_newest(self._root, state, step, self._group, options, read_only=self.read_only)
 
     # Keeping.
 

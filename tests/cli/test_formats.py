@@ -111,7 +111,7 @@ def test_ls_of_a_run_is_a_table_of_its_steps(holdfast: Command, tmp_path: Path) 
     lines = found.out.splitlines()
     assert [line.split()[0] for line in lines[:-1]] == ["step-9", "step-10", "step-100", "step-200"]
     assert all("UTC" in line and line.endswith("complete") for line in lines[:3])
-    assert lines[3].endswith("not complete")
+    assert lines[3].endswith("incomplete")
     assert lines[-1].startswith("4 checkpoints, 3 complete")
     document = holdfast("ls", tmp_path, "--json").document
     assert [row["step"] for row in document["checkpoints"]] == [9, 10, 100, 200]

@@ -44,7 +44,7 @@ def shards_of_two_ranks(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_parts_are_joined_without_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(consolidation, "_PIECE", 100)
+    monkeypatch.setattr(consolidation, "PIECE", 100)
     whole = shards_of_two_ranks(tmp_path)
     assert same(load(tmp_path, whole), whole)
     mapping = {key: 1 + number % 2 for number, key in enumerate(whole)}

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -359,3 +360,17 @@ def test_a_single_safetensors_file_and_parts_of_ranks(root: Path, tmp_path: Path
 def test_a_load_of_a_safetensors_folder_says_what_reads_it(root: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="HuggingFaceStorageReader"):
         hf.load({"model.weight": torch.empty(60, 31, 3)}, checkpoint_id=root / "safetensors", no_dist=True)
+
+
+def test_a_file_at_a_url_may_be_called_anything(tmp_path: Path) -> None:
+    """A URL does not tell a file from a prefix: ``open`` and ``convert`` find out the same."""
+    torch.save({"w": torch.ones(3)}, tmp_path / "weights")
+    files = fsspec.filesystem("memory")
+    files.pipe("/view/weights", (tmp_path / "weights").read_bytes())
+    assert list(hf.open("memory://view/weights")) == ["w"]
+    assert hf.convert("memory://view/weights", tmp_path / "copy.pt").source_format == "torch_save"
+    for nothing in ("memory://view/absent", "memory://view"):
+        with pytest.raises(CheckpointNotFoundError):
+            hf.open(nothing)
+        with pytest.raises(CheckpointNotFoundError):
+            hf.convert(nothing, tmp_path / "nothing.pt")

@@ -118,7 +118,7 @@ class ValueReader:
         content = bytearray(end - begin)
         file = _CachedFile(self._files, group[0].info.relative_path)
         file.read_into(begin, memoryview(content))
-        window = _Window(file.path, begin, content)
+        window = _ReadWindow(file.path, begin, content)
         for part in group:
             for job in part.jobs(rules, window):
                 job()
@@ -153,7 +153,7 @@ class _CachedFile:
             ) from error
 
 
-class _Window(FileReader):
+class _ReadWindow(FileReader):
     """A piece of a file that is in memory."""
 
     def __init__(self, path: str, begin: int, content: bytearray) -> None:

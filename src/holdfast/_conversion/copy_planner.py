@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from holdfast._conversion.entry_stream import EntryStream
 from holdfast._conversion.selection import Entry
-from holdfast._conversion.streams import EntryStream
 from holdfast._geometry import Box, volume
 from holdfast._objects import StreamedPayload
 from holdfast._plan.global_plan import describe

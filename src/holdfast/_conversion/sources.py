@@ -8,23 +8,22 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from holdfast._any_format import open_checkpoint
+from holdfast._contents.opening import SafetensorsModel
 from holdfast._format import metadata_file
 from holdfast._format.item_table import StorageInfo
-from holdfast._format.names import METADATA, metadata_rank
-from holdfast._format.safetensors import SUFFIX
-from holdfast._format.safetensors_index import find_index
+from holdfast._format.names import METADATA
 from holdfast._geometry import Box, intersect
-from holdfast._io.file_access import FileReader
 from holdfast._io.places import local_path, open_file_place, open_place
 from holdfast._io.progress import ProgressTracker
 from holdfast._io.store import FileSource
-from holdfast._storage.absence import explain_absence
 from holdfast._storage.item_places import places_of
 from holdfast._storage.metadata_reading import load_metadata
 from holdfast._storage.reading import LARGEST_METADATA, read_items
 from holdfast._storage.safetensors_metadata import read_model_metadata
 from holdfast._storage.torch_save_reading import read_torch_save_metadata
 from holdfast._storage.torch_save_source import TorchSaveSource
+from holdfast._torch_save_checkpoint import TorchSaveCheckpoint
 from holdfast.errors import CheckpointNotFoundError, MetadataFormatError, UsageError
 from holdfast.extension import ExtensionRegistry
 from holdfast.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -34,29 +33,6 @@ Format: TypeAlias = Literal["holdfast", "torch", "torch_save", "safetensors"]
 """What a checkpoint can be: ours, torch's, one file of ``torch.save``, safetensors files."""
 
 _BUDGET = 64 << 20
-
-
-class OneFile(FileSource):
-    """One file of a place, as if it were the only one."""
-
-    def __init__(self, store: FileSource, name: str) -> None:
-        self.url, self.traits = store.url, store.traits
-        self._store, self._name = store, name
-
-    def list(self) -> dict[str, int]:
-        with self.open(self._name) as file:
-            return {self._name: file.nbytes}
-
-    def names(self) -> set[str]:
-        return {self._name}
-
-    def exists(self, name: str) -> bool:
-        return name == self._name and self._store.exists(name)
-
-    def open(self, name: str) -> FileReader:
-        if name != self._name:
-            raise CheckpointNotFoundError(f"{self.url}/{name}: is not looked at", path=self.url)
-        return self._store.open(name)
 
 
 @dataclass
@@ -174,10 +150,7 @@ def open_source(
     allow_pickle: bool = False,
     safe_globals: Sequence[Callable[..., Any] | type] = (),
 ) -> Source:
-    """What is at a place, whatever its format.
-
-    A folder or prefix is a checkpoint if it has ``.metadata``, or else a model if it has safetensors files. A
-    file is one of ``torch.save``, or one with the suffix ``.safetensors``, or the ``.metadata`` of a folder.
+    """What is at a place, whatever its format; see ``open_checkpoint``.
 
     Raises:
         CheckpointNotFoundError: There is nothing of these.
@@ -185,31 +158,22 @@ def open_source(
         IntegrityError: It is damaged.
         UnsafeMetadataError: It needs something that is not allowed.
     """
-    path = os.fspath(place)
-    folder = local_path(place)
+    path, folder = os.fspath(place), local_path(place)
     if folder is not None and not os.path.exists(folder):
         raise CheckpointNotFoundError(f"{path}: there is no such file or folder", path=path)
-    is_file = folder is not None and not os.path.isdir(folder)
-    store: FileSource = open_place(place) if not is_file else open_file_place(place)[0]
-    names = set() if is_file else store.names()
-    if METADATA not in names and find_index(names) is None and not any(map(_is_model_file, names)):
-        # A URL does not tell whether it is one of a file or of a prefix.
-        found = _file_at(place, is_file=is_file)
-        if found is None and any(metadata_rank(name) is not None for name in names):
-            raise UsageError(
-                f"{path}: ranks have saved it each for itself (use_collectives=False), so that its parts are "
-                "not one state. Load it on as many ranks, and save it without that option.",
-                path=path,
-            )
-        if found is None:
-            raise explain_absence(store, METADATA)
-        store, name = found
-        if name != METADATA:
-            return _open_file(store, name, path, allow_pickle=allow_pickle, safe_globals=safe_globals)
-        names = {METADATA}
-    if METADATA in names:
-        return _open_checkpoint(store, path, allow_pickle=allow_pickle)
-    return Source("safetensors", path, store, read_model_metadata(store))
+    found = open_checkpoint(place, allow_pickle=allow_pickle, safe_globals=safe_globals)
+    if isinstance(found, TorchSaveCheckpoint):
+        return Source("torch_save", path, found.store, read_torch_save_metadata(found.source))
+    if isinstance(found, SafetensorsModel):
+        metadata = read_model_metadata(found.store, only=found.only_file)
+        return Source("safetensors", path, found.store, metadata)
+    if found.metadata_names != [(None, METADATA)]:
+        raise UsageError(
+            f"{path}: ranks have saved it each for itself (use_collectives=False), so that its parts are "
+            "not one state. Load it on as many ranks, and save it without that option.",
+            path=path,
+        )
+    return _open_metadata(found.store, path, allow_pickle=allow_pickle)
 
 
 def open_target(
@@ -230,39 +194,17 @@ def open_target(
     path = os.fspath(place)
     if format == "torch_save":
         store, name = file or open_file_place(place)
-        return _open_file(store, name, path, allow_pickle=False, safe_globals=safe_globals)
+        found = TorchSaveSource(store, name, safe_globals=safe_globals)
+        return Source(format, path, found, read_torch_save_metadata(found))
+    store = open_place(place)
     if format == "safetensors":
-        return Source(format, path, store := open_place(place), read_model_metadata(store))
-    return _open_checkpoint(open_place(place), path, allow_pickle=False)
+        return Source(format, path, store, read_model_metadata(store))
+    return _open_metadata(store, path, allow_pickle=False)
 
 
-def _is_model_file(name: str) -> bool:
-    return name.endswith(SUFFIX)
-
-
-def _file_at(place: str | os.PathLike[str], *, is_file: bool) -> tuple[FileSource, str] | None:
-    store, name = open_file_place(place)
-    return (store, name) if is_file or (local_path(place) is None and store.exists(name)) else None
-
-
-def _open_checkpoint(store: FileSource, path: str, *, allow_pickle: bool) -> Source:
+def _open_metadata(store: FileSource, path: str, *, allow_pickle: bool) -> Source:
     data = store.read(METADATA, max_bytes=LARGEST_METADATA)
     where = f"{store.url}/{METADATA}"
     is_ours = metadata_file.split(data, path=where).manifest is not None
     metadata = load_metadata(data, path=where, allow_pickle=allow_pickle)
     return Source("holdfast" if is_ours else "torch", path, store, metadata)
-
-
-def _open_file(
-    store: FileSource,
-    name: str,
-    path: str,
-    *,
-    allow_pickle: bool,
-    safe_globals: Sequence[Callable[..., Any] | type],
-) -> Source:
-    if name.endswith(SUFFIX):
-        alone = OneFile(store, name)
-        return Source("safetensors", path, alone, read_model_metadata(alone))
-    source = TorchSaveSource(store, name, safe_globals=safe_globals, allow_pickle=allow_pickle)
-    return Source("torch_save", path, source, read_torch_save_metadata(source))

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from holdfast._conversion.entry_stream import EntryStream
 from holdfast._conversion.selection import Entry
-from holdfast._conversion.streams import EntryStream
 from holdfast._format.dtypes import DTYPES
 from holdfast._format.names import SAVE_DIGITS, is_leftover
 from holdfast._format.torch_save_zip import ArchiveLayout

@@ -18,7 +18,7 @@ _ALIGNMENT = 64
 _WIDE_END = struct.Struct("<4sQ2H2L4Q4sLQL")
 
 
-class _Entry(NamedTuple):
+class _Member(NamedTuple):
     name: bytes
     nbytes: int
     offset: int
@@ -33,7 +33,7 @@ class ArchiveLayout:
     """
 
     def __init__(self) -> None:
-        self._entries: list[_Entry] = []
+        self._entries: list[_Member] = []
         self._position = 0
         self._open: tuple[bytes, int, int] | None = None
 
@@ -59,7 +59,7 @@ class ArchiveLayout:
         """What stands behind the content of the record that was begun last."""
         assert self._open is not None
         name, nbytes, offset = self._open
-        self._entries.append(_Entry(name, nbytes, offset, crc32))
+        self._entries.append(_Member(name, nbytes, offset, crc32))
         self._open = None
         form = "<4sL2Q" if nbytes >= UNSET else "<4s3L"
         descriptor = struct.pack(form, b"PK\7\x08", crc32, nbytes, nbytes)
@@ -80,7 +80,7 @@ class ArchiveLayout:
         return entries + end + END.pack(b"PK\5\6", 0, 0, count, count, nbytes, at, 0)
 
 
-def _central(entry: _Entry) -> bytes:
+def _central(entry: _Member) -> bytes:
     """The entry of a record in the directory; numbers that need 64 bits stand in its extra part."""
     numbers = (entry.nbytes, entry.nbytes, entry.offset)
     wide = [number for number in numbers if number >= UNSET]

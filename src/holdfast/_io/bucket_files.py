@@ -11,9 +11,9 @@ import obstore
 from obstore.exceptions import PreconditionError
 from typing_extensions import Buffer
 
-from holdfast._io.blocks import BLOCK_SIZE, BlockChecker, BlockSums, check_block_table
+from holdfast._io.blocks import BlockChecker, BlockSums
 from holdfast._io.bucket_errors import persist, translated
-from holdfast._io.file_access import FileReader, FileWriter
+from holdfast._io.file_access import FileReader, FileWriter, Payload
 from holdfast._io.local_buffers import BUFFER_NBYTES
 from holdfast._io.progress import STRIDE
 from holdfast._io.ring import BufferRing, FullBuffer
@@ -165,37 +165,26 @@ class BucketReader(FileReader):
         for at in range(0, len(view), READ_NBYTES):
             self._get_into(offset + at, view[at : at + READ_NBYTES])
 
-    def read_blocks_into(
-        self,
-        buffer: Buffer,
-        *,
-        payload_offset: int,
-        payload_nbytes: int,
-        crcs: Sequence[int],
-        block_size: int = BLOCK_SIZE,
-        start: int = 0,
-    ) -> None:
-        """Fill ``buffer`` and check every block that it has a part of; see FileReader.
+    def _read_blocks(self, view: memoryview, start: int, payload: Payload) -> None:
+        """See FileReader.
 
         Blocks at both ends that are wanted in part are read in the same requests. Bytes that were changed on
         their way are read a second time.
         """
-        view = byte_view(buffer)
+        offset, nbytes, crcs, block_size = payload
         stop = start + len(view)
-        check_block_table(crcs, payload_nbytes, block_size, path=self.path)
-        self._check_payload_range(start, stop, payload_nbytes)
         step = max(block_size, READ_NBYTES - READ_NBYTES % block_size)
         at = start - start % block_size
         while at < stop:
-            end = min(at + step, payload_nbytes, stop + -stop % block_size)
+            end = min(at + step, nbytes, stop + -stop % block_size)
             recorded = crcs[at // block_size : -(-end // block_size)]
             first, last = max(at, start), min(end, stop)
             part = view[first - start : last - start]
             if len(part) == end - at:
-                self._get_checked(payload_offset + at, part, recorded, block_size)
+                self._get_checked(offset + at, part, recorded, block_size)
             else:
                 content = memoryview(bytearray(end - at))
-                self._get_checked(payload_offset + at, content, recorded, block_size)
+                self._get_checked(offset + at, content, recorded, block_size)
                 part[:] = content[first - at : last - at]
             at = end
 

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from typing_extensions import Buffer, Self
 
@@ -142,6 +143,22 @@ class RangeWriter(ABC):
             self.close()
 
 
+class Payload(NamedTuple):
+    """Bytes of a file that were saved together, with the checksums of their blocks.
+
+    Attributes:
+        offset: Where in the file they begin.
+        nbytes: How many they are.
+        crcs: The CRC-32 of each block.
+        block_size: The size of these blocks.
+    """
+
+    offset: int
+    nbytes: int
+    crcs: Sequence[int]
+    block_size: int
+
+
 class FileReader(ABC):
     """Reads byte ranges of one file; any number of threads at the same time.
 
@@ -198,20 +215,25 @@ class FileReader(ABC):
         stop = start + len(view)
         check_block_table(crcs, payload_nbytes, block_size, path=self.path)
         self._check_payload_range(start, stop, payload_nbytes)
-        at = start
+        self._read_blocks(view, start, Payload(payload_offset, payload_nbytes, crcs, block_size))
+
+    def _read_blocks(self, view: memoryview, start: int, payload: Payload) -> None:
+        """Do what ``read_blocks_into`` promises, once its arguments are checked."""
+        offset, nbytes, crcs, block_size = payload
+        at, stop = start, start + len(view)
         while at < stop:
             first = at // block_size
-            begin, end = first * block_size, min(first * block_size + block_size, payload_nbytes)
+            begin, end = first * block_size, min(first * block_size + block_size, nbytes)
             if begin < at or stop < end:
                 block = memoryview(bytearray(end - begin))
-                self.read_whole_blocks(payload_offset + begin, block, crcs[first : first + 1], block_size)
+                self.read_whole_blocks(offset + begin, block, crcs[first : first + 1], block_size)
                 end = min(end, stop)
                 view[at - start : end - start] = block[at - begin : end - begin]
             else:
-                end = stop if stop == payload_nbytes else stop - stop % block_size
+                end = stop if stop == nbytes else stop - stop % block_size
                 last = -(-end // block_size)
                 part = view[at - start : end - start]
-                self.read_whole_blocks(payload_offset + begin, part, crcs[first:last], block_size)
+                self.read_whole_blocks(offset + begin, part, crcs[first:last], block_size)
             at = end
 
     def read_whole_blocks(self, offset: int, view: memoryview, crcs: Sequence[int], block_size: int) -> None:

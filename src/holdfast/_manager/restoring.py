@@ -10,12 +10,8 @@ from holdfast._ranks.group_exchange import open_exchange
 from holdfast._steps.pruning import mark_damaged
 from holdfast._steps.run_root import RunRoot
 from holdfast._steps.step_list import Step
-from holdfast._steps.step_metadata import read_user_metadata
-from holdfast.errors import (
-    CheckpointException,
-    CheckpointNotFoundError,
-    IntegrityError,
-)
+from holdfast._steps.step_metadata import METRICS, USER, read_user_metadata
+from holdfast.errors import CheckpointException, CheckpointNotFoundError, IntegrityError
 from holdfast.load_result import LoadResult
 from holdfast.state_dict_loader import load
 
@@ -25,13 +21,22 @@ _MAY_LEAVE_OUT = ("allow_partial_load", "ignore_mismatched_sizes", "planner")
 
 
 @dataclass(frozen=True)
-class Restored:
-    """What was restored: as ``RestoredStep``, with all that was kept with the checkpoint."""
+class RestoredStep:
+    """What ``CheckpointManager.restore`` has loaded.
+
+    Attributes:
+        step: The step.
+        metrics: The metrics that it was saved with.
+        metadata: The metadata that it was saved with.
+        result: What the load did.
+        skipped: Newer steps that are damaged or incomplete, each with the reason.
+    """
 
     step: int
-    user_metadata: Mapping[str, Any]
+    metrics: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     result: LoadResult
-    skipped: dict[int, str]
+    skipped: Mapping[int, str]
 
 
 def restore_newest(
@@ -42,7 +47,7 @@ def restore_newest(
     options: dict[str, Any],
     *,
     read_only: bool,
-) -> Restored | None:
+) -> RestoredStep | None:
     """Load a step, or the newest sound one; called on every rank. See ``CheckpointManager.restore``."""
     candidates, is_coordinator = _agree_on_candidates(root, number, group)
     skipped: dict[int, str] = {}
@@ -64,7 +69,8 @@ def restore_newest(
             continue
         if is_coordinator and step.is_damaged and not read_only:
             root.forget_damage(step.folder, root.store.names())
-        return Restored(step.number, _kept_with(root, step, group), result, skipped)
+        kept = _kept_with(root, step, group)
+        return RestoredStep(step.number, kept.get(METRICS, {}), kept.get(USER, {}), result, skipped)
     if first_error is not None:
         raise first_error
     if number is not None:

@@ -16,10 +16,14 @@ class UpdateGuard:
     def __init__(self) -> None:
         self.staging: Future[None] | None = None
 
-    def __enter__(self) -> None:
+    def wait(self) -> None:
+        """Wait until no copy is being made."""
         if self.staging is not None:
             wait([self.staging])  # a copy that failed is reported by its save
             self.staging = None
+
+    def __enter__(self) -> None:
+        self.wait()
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         pass

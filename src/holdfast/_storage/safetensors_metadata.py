@@ -12,9 +12,9 @@ from holdfast._storage.metadata_writing import VERSION
 from holdfast.metadata import Metadata, StorageMeta
 
 
-def read_model_metadata(store: FileSource) -> Metadata:
-    """The metadata of the safetensors files of a folder; raises what ``read_model_manifest`` does."""
-    return _metadata_of(read_model_manifest(store), store.url)
+def read_model_metadata(store: FileSource, *, only: str | None = None) -> Metadata:
+    """The metadata of the safetensors files of a folder, or of one of them; see ``read_model_manifest``."""
+    return _metadata_of(read_model_manifest(store, only=only), store.url)
 
 
 def metadata_of_chunks(url: str, files: Mapping[str, int], chunks: Sequence[ModelChunk]) -> Metadata:

@@ -17,7 +17,7 @@ _SMALL = 1 << 20
 """What is not larger is read at once, into memory of its size."""
 
 
-class Rows(NamedTuple):
+class StoredRows(NamedTuple):
     """A piece of a box as equal rows of a payload, cut along one dimension.
 
     Attributes:
@@ -43,7 +43,7 @@ class Rows(NamedTuple):
         return min(self.total, max(0, (end - self.start - self.nbytes) // self.stride + 1))
 
 
-def rows_of(chunk: Chunk, lengths: tuple[int, ...], start: int, nbytes: int) -> Rows | None:
+def rows_of(chunk: Chunk, lengths: tuple[int, ...], start: int, nbytes: int) -> StoredRows | None:
     """A piece of ``lengths`` that takes ``nbytes`` from ``start`` on, as rows; None if they do not fit."""
     dimension = next((d for d, length in enumerate(lengths) if length > 1), None)
     if dimension is None:
@@ -53,7 +53,7 @@ def rows_of(chunk: Chunk, lengths: tuple[int, ...], start: int, nbytes: int) -> 
     # A strip is at least a block, and what is left of the row before comes on top.
     if nbytes <= _SMALL or block % chunk.dtype.itemsize or max(_STRIP, block) + stride > BUFFER_NBYTES:
         return None
-    return Rows(dimension, count, start, stride, nbytes - (count - 1) * stride)
+    return StoredRows(dimension, count, start, stride, nbytes - (count - 1) * stride)
 
 
 class StripRead(NamedTuple):
@@ -73,7 +73,7 @@ class StripRead(NamedTuple):
     destination: Destination
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
-    rows: Rows
+    rows: StoredRows
 
     def deliver(self) -> None:
         """Read each block once, check it, and put the rows where they belong."""

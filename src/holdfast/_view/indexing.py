@@ -8,7 +8,7 @@ from holdfast._geometry import Box
 from holdfast.errors import UsageError
 
 
-class Selection(NamedTuple):
+class IndexedBox(NamedTuple):
     """What an index selects.
 
     Attributes:
@@ -32,7 +32,7 @@ class Selection(NamedTuple):
         return tuple(0 if number in self.dropped else slice(None) for number in range(len(self.steps)))
 
 
-def select(shape: Ints, index: Any) -> Selection:
+def select(shape: Ints, index: Any) -> IndexedBox:
     """What an index of a tensor of a shape selects: integers, slices with positive steps, and an Ellipsis.
 
     Raises:
@@ -58,7 +58,7 @@ def select(shape: Ints, index: Any) -> Selection:
         offsets.append(begin)
         lengths.append(count)
         steps.append(step)
-    return Selection(Box(tuple(offsets), tuple(lengths)), tuple(steps), frozenset(dropped))
+    return IndexedBox(Box(tuple(offsets), tuple(lengths)), tuple(steps), frozenset(dropped))
 
 
 def _resolve_slice(word: slice, length: int) -> tuple[int, int, int]:

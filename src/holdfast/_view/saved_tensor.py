@@ -10,7 +10,7 @@ from holdfast._format.dtypes import DTYPES
 from holdfast._geometry import Box, volume
 from holdfast._human_units import shape_text, size_text
 from holdfast._view.array_kinds import Framework, NumpyArrays, TorchArrays, arrays_of
-from holdfast._view.indexing import Selection, select
+from holdfast._view.indexing import IndexedBox, select
 from holdfast.errors import MetadataFormatError
 
 # Rows that are further apart than this are read one by one: what lies between them is not needed.
@@ -100,7 +100,7 @@ class SavedTensor:
         return _finished(array, wanted)
 
 
-def plan_read(entry: TensorEntry, wanted: Selection, arrays: Arrays) -> tuple[Any, list[ChunkPart]]:
+def plan_read(entry: TensorEntry, wanted: IndexedBox, arrays: Arrays) -> tuple[Any, list[ChunkPart]]:
     """Memory for what is selected of a tensor, and the parts to be read into it.
 
     Raises:
@@ -129,7 +129,7 @@ def plan_read(entry: TensorEntry, wanted: Selection, arrays: Arrays) -> tuple[An
     return array, find_parts(entry, box, arrays, array, at=origin, shape=box.lengths)
 
 
-def _finished(array: Any, wanted: Selection) -> Any:
+def _finished(array: Any, wanted: IndexedBox) -> Any:
     """What the index means, of what was read."""
     if tuple(array.shape) != wanted.shape:
         array = array[tuple(slice(None, None, step) for step in wanted.steps)]

@@ -12,8 +12,8 @@ from holdfast._any_format import open_checkpoint
 from holdfast._contents.inventory import Inventory, ObjectEntry, TensorEntry
 from holdfast._contents.opening import Checkpoint
 from holdfast._format.item_table import StorageInfo
+from holdfast.cli.error_lines import run_each
 from holdfast.cli.exit_codes import FINE
-from holdfast.cli.failures import run_each
 from holdfast.cli.small_objects import as_json, read_small, value_text
 from holdfast.cli.text import (
     Style,

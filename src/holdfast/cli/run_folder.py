@@ -1,17 +1,18 @@
 """The folder of a run: its steps, each with its time, its size, and whether it is complete."""
 
 import sys
-import time
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 from holdfast._format.names import METADATA, describe_data_files, metadata_rank
 from holdfast._format.safetensors import SUFFIX
 from holdfast._io import pool
-from holdfast._io.places import open_place
 from holdfast._io.store import FileFacts
+from holdfast._steps.run_root import RunRoot
 from holdfast._steps.step_list import Step, describe_steps
-from holdfast._steps.step_names import guess_names
+from holdfast._steps.step_names import StepNames, guess_names
+from holdfast.cli.run_steps import notes_of, state_of, time_of, time_text
 from holdfast.cli.text import Style, aligned, counted, printable, size_text, write_json, write_lines
 from holdfast.errors import UsageError
 
@@ -20,49 +21,48 @@ __all__ = ["find_run", "write_run"]
 
 def find_run(path: str) -> list[dict[str, Any]]:
     """The checkpoints in folders of a place, the newest step last; empty if there are none."""
-    root = open_place(path.rstrip("/") or "/")
+    root = RunRoot(path, StepNames())
     try:
-        below = root.below(METADATA)
+        below = root.store.below(METADATA)
     except (UsageError, FileNotFoundError, NotADirectoryError):
         return []
     names = guess_names(below.folders)
-    steps = {step.folder: step for step in describe_steps(root, names, below.files, below.folders)}
-    folders = [name for name in below.folders if name not in steps]
-    jobs = [
-        partial(_describe, path, name, steps.get(name), below.folders[name]) for name in [*folders, *steps]
-    ]
-    found = pool.run(jobs, threads=root.traits.requests_in_flight)
-    return [row for row in found if row["state"] != "no checkpoint"]
+    steps = {step.folder: step for step in describe_steps(root.store, names, below.files, below.folders)}
+    folders = [*(name for name in below.folders if name not in steps), *steps]
+    jobs = [partial(_describe, root, name, steps.get(name), below.folders[name]) for name in folders]
+    found = pool.run(jobs, threads=root.store.traits.requests_in_flight)
+    return [row for row in found if row is not None]
 
 
-def _describe(path: str, name: str, step: Step | None, commit: FileFacts | None) -> dict[str, Any]:
-    files = open_place(f"{path.rstrip('/')}/{name}").list()
-    saved = commit.modified_ns if commit is not None else None
+def _describe(root: RunRoot, name: str, step: Step | None, commit: FileFacts | None) -> dict[str, Any] | None:
+    """What is told of a folder; None if nothing of a checkpoint is in it."""
+    files = root.open_step(name).list()
+    is_complete = commit is not None or _is_complete(files)
+    if not is_complete and step is None and not describe_data_files(files):
+        return None
     return {
         "folder": name,
         "step": step.number if step is not None else None,
-        "saved": saved and time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(saved // 1_000_000_000)),
+        "saved": time_of(commit),
         "nbytes": sum(files.values()),
         "files": len(files),
-        "complete": commit is not None or _is_complete(files),
+        "complete": is_complete,
         "state": _state(step, files),
     }
 
 
-def _is_complete(files: dict[str, int]) -> bool:
+def _is_complete(files: Iterable[str]) -> bool:
     return any(name == METADATA or metadata_rank(name) is not None or name.endswith(SUFFIX) for name in files)
 
 
-def _state(step: Step | None, files: dict[str, int]) -> str:
+def _state(step: Step | None, files: Iterable[str]) -> str:
     if not _is_complete(files):
-        return "not complete" if step is not None or describe_data_files(files) else "no checkpoint"
+        return "incomplete"
     if METADATA not in files and any(name.endswith(SUFFIX) for name in files):
         return "complete, safetensors"
-    if step is not None and step.is_damaged:
-        return "damaged"
-    pinned = ["pinned"] if step is not None and step.is_pinned else []
-    left = ["of an earlier try"] if step is not None and step.is_abandoned else []
-    return ", ".join(["complete", *pinned, *left])
+    if step is None or step.commit is None:  # of single ranks, or in a folder of another name
+        return "complete"
+    return ", ".join([state_of(step), *notes_of(step)])
 
 
 def write_run(path: str, rows: list[dict[str, Any]], *, as_json: bool) -> None:
@@ -74,7 +74,7 @@ def write_run(path: str, rows: list[dict[str, Any]], *, as_json: bool) -> None:
     cells = [
         (
             printable(row["folder"]),
-            (row["saved"] or "").replace("T", " ").replace("Z", " UTC"),
+            time_text(row["saved"]),
             size_text(row["nbytes"]),
             row["state"],
         )

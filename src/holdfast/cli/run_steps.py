@@ -1,15 +1,16 @@
-"""From the root that a user names to the steps of its run."""
+"""From the root that a user names to the steps of its run, and how a step is described."""
 
 import os
 from datetime import datetime, timezone
 
 from holdfast._io.places import local_path
+from holdfast._io.store import FileFacts
 from holdfast._steps.run_root import RunRoot
 from holdfast._steps.step_list import Step
 from holdfast._steps.step_names import StepNames, guess_names
 from holdfast.errors import CheckpointNotFoundError
 
-__all__ = ["open_root", "state_of", "time_of"]
+__all__ = ["notes_of", "open_root", "state_of", "time_of", "time_text"]
 
 
 def open_root(path: str, form: str | None) -> RunRoot:
@@ -39,8 +40,19 @@ def state_of(step: Step) -> str:
     return "damaged" if step.is_damaged else "complete"
 
 
-def time_of(step: Step) -> str | None:
-    """When a step was committed, in ISO 8601; None if that is not known."""
-    if step.time is None:
+def notes_of(step: Step) -> list[str]:
+    """What else is known of a step."""
+    pinned = ["pinned"] if step.is_pinned else []
+    return [*pinned, "from before the run went back"] if step.is_abandoned else pinned
+
+
+def time_of(commit: FileFacts | None) -> str | None:
+    """When a checkpoint was committed, in ISO 8601; None if that is not known."""
+    if commit is None or commit.modified_ns is None:
         return None
-    return datetime.fromtimestamp(step.time, timezone.utc).isoformat(timespec="seconds")
+    return datetime.fromtimestamp(commit.modified_ns // 10**9, timezone.utc).isoformat()
+
+
+def time_text(time: str | None) -> str:
+    """The same for people; empty if it is not known."""
+    return (time or "").replace("T", " ").replace("+00:00", " UTC")

@@ -7,7 +7,7 @@ from typing import Any
 from holdfast._steps.step_list import Step
 from holdfast._steps.step_metadata import METRICS
 from holdfast.cli.exit_codes import FINE
-from holdfast.cli.run_steps import open_root, state_of, time_of
+from holdfast.cli.run_steps import notes_of, open_root, state_of, time_of, time_text
 from holdfast.cli.text import aligned, printable, write_json, write_lines
 
 __all__ = ["run"]
@@ -32,7 +32,7 @@ def _described(step: Step, metrics: Mapping[int, Mapping[str, Any]]) -> dict[str
         "step": step.number,
         "folder": step.folder,
         "state": state_of(step),
-        "saved": time_of(step),
+        "saved": time_of(step.commit),
         "pinned": step.is_pinned,
         "abandoned": step.is_abandoned,
         **({"metrics": metrics[step.number]} if step.number in metrics else {}),
@@ -45,8 +45,7 @@ def _lines(path: str, steps: list[Step], metrics: Mapping[int, Mapping[str, Any]
         return
     rows = [("step", "saved", "state", "")]
     for step in steps:
-        notes = ["pinned"] if step.is_pinned else []
-        notes += ["from before the run went back"] if step.is_abandoned else []
+        notes = notes_of(step)
         notes += [f"{printable(name)}={value:g}" for name, value in metrics.get(step.number, {}).items()]
-        rows.append((str(step.number), time_of(step) or "", state_of(step), ", ".join(notes)))
+        rows.append((str(step.number), time_text(time_of(step.commit)), state_of(step), ", ".join(notes)))
     yield from aligned(rows, right=[0])

@@ -9,8 +9,8 @@ from holdfast._any_format import open_checkpoint
 from holdfast._contents.findings import Damage, Findings, shortened
 from holdfast._contents.inventory import Inventory
 from holdfast._contents.verifying import check_checkpoint, limits
+from holdfast.cli.error_lines import run_each
 from holdfast.cli.exit_codes import DAMAGED, FINE
-from holdfast.cli.failures import run_each
 from holdfast.cli.text import Style, counted, printable, size_text, write_json, write_lines
 
 __all__ = ["run", "where_text"]

@@ -28,7 +28,6 @@ class FakeOutput(io.RawIOBase):
         self.content = bytearray()
         self.nbytes = 0
         self.flush_count = 0
-        self.close_count = 0
 
     def writable(self) -> bool:
         """Return True."""
@@ -51,11 +50,6 @@ class FakeOutput(io.RawIOBase):
         """Count the calls."""
         self.flush_count += 1
 
-    def close(self) -> None:
-        """Count the calls, and close."""
-        self.close_count += 1
-        super().close()
-
 
 class FakeInput(io.RawIOBase):
     """Yields ``content``, at most ``most`` bytes a read; not seekable.
@@ -72,7 +66,6 @@ class FakeInput(io.RawIOBase):
         self.most = most
         self.blocks = blocks
         self.read_count = 0
-        self.close_count = 0
         self._reads_past_the_end = 0
 
     def readable(self) -> bool:
@@ -95,11 +88,6 @@ class FakeInput(io.RawIOBase):
             assert self._reads_past_the_end < _PATIENCE, "the transform reads on and on after the input's end"
         self.position += len(piece)
         return len(piece)
-
-    def close(self) -> None:
-        """Count the calls, and close."""
-        self.close_count += 1
-        super().close()
 
 
 class MinimalInput:

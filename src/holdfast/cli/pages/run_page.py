@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from holdfast._human_units import rate_text, seconds_text, size_text
 from holdfast.cli.pages.curve import curve
 from holdfast.cli.pages.page import columns, facts, page, section, table, verdict
-from holdfast.cli.run_steps import state_of, time_of
+from holdfast.cli.run_steps import state_of, time_of, time_text
 from holdfast.cli.run_summary import RunStep
 from holdfast.cli.text import counted
 
@@ -122,4 +122,4 @@ def _row(one: RunStep) -> tuple[str, ...]:
 
 
 def _when(one: RunStep) -> str:
-    return (time_of(one.step) or "").replace("T", " ").replace("+00:00", " UTC")
+    return time_text(time_of(one.step.commit))

@@ -19,7 +19,7 @@ _MOST_EDGES = 20  # more would hide what they divide
 _HEIGHT = 84.0
 
 
-class _Chunk(NamedTuple):
+class _Piece(NamedTuple):
     """A box of a tensor and the rank that wrote it; None if the name of its file does not say."""
 
     offsets: Ints
@@ -32,7 +32,7 @@ class _Layout(NamedTuple):
 
     shape: Ints
     dtype: str
-    chunks: tuple[_Chunk, ...]
+    chunks: tuple[_Piece, ...]
 
 
 def rank_legend(colours: RankColours) -> str:
@@ -56,7 +56,7 @@ def shard_map(tensors: Iterable[TensorEntry], ranks: dict[str, int | None], colo
     found: dict[_Layout, list[TensorEntry]] = {}
     for tensor in tensors:
         chunks = tuple(
-            _Chunk(chunk.offsets, chunk.lengths, ranks.get(chunk.item.relative_path) if chunk.item else None)
+            _Piece(chunk.offsets, chunk.lengths, ranks.get(chunk.item.relative_path) if chunk.item else None)
             for chunk in tensor.chunks
         )
         found.setdefault(_Layout(tensor.shape, tensor.dtype, chunks), []).append(tensor)
@@ -115,7 +115,7 @@ def _sheet(layout: _Layout, colours: RankColours) -> str:
     return drawing("".join(shapes), _HEIGHT, label="chunks of the tensor by rank")
 
 
-def _box(group: Sequence[_Chunk], shape: Ints, kind: str) -> str:
+def _box(group: Sequence[_Piece], shape: Ints, kind: str) -> str:
     """A chunk, or the box around a few neighbours."""
     offsets = tuple(min(of_one) for of_one in zip(*(chunk.offsets for chunk in group), strict=True))
     ends = tuple(
@@ -136,7 +136,7 @@ def _box(group: Sequence[_Chunk], shape: Ints, kind: str) -> str:
     )
 
 
-def _hint(group: Sequence[_Chunk], offsets: Ints, ends: Ints) -> str:
+def _hint(group: Sequence[_Piece], offsets: Ints, ends: Ints) -> str:
     ranks = [chunk.rank for chunk in group]
     if ranks[0] is None:
         who = "rank not recorded"

@@ -29,7 +29,7 @@ _LETTER = 7.0  # pixels, about
 _PHONE = 0.33  # of the width that is drawn for
 
 
-class _Place(NamedTuple):
+class _Area(NamedTuple):
     """A rectangle, in pixels of the width that is drawn for."""
 
     left: float
@@ -89,7 +89,7 @@ def _parts(node: Node) -> list[Node]:
     return [*parts[:_MOST_PARTS], others]
 
 
-def _draw(node: Node, above: str, headed: str, place: _Place, colour: str) -> list[str]:
+def _draw(node: Node, above: str, headed: str, place: _Area, colour: str) -> list[str]:
     """A node as a rectangle, or as its parts under a line with its name if there is room.
 
     Args:
@@ -109,7 +109,7 @@ def _draw(node: Node, above: str, headed: str, place: _Place, colour: str) -> li
     shapes = []
     room = place
     if place.height > 3 * _HEAD and _LETTER * len(title) + 10 < place.width:
-        room = _Place(place.left, place.top + _HEAD, place.width, place.height - _HEAD)
+        room = _Area(place.left, place.top + _HEAD, place.width, place.height - _HEAD)
         headed = name
         shapes.append(_head(last, name, title, place, colour))
     for part, at in zip(parts, _squarified([part.nbytes for part in parts], *room), strict=True):
@@ -117,13 +117,13 @@ def _draw(node: Node, above: str, headed: str, place: _Place, colour: str) -> li
     return shapes
 
 
-def _head(node: Node, name: str, title: str, place: _Place, colour: str) -> str:
+def _head(node: Node, name: str, title: str, place: _Area, colour: str) -> str:
     shape = box(0, 0, 1, _HEAD, kind=f"head {colour}")
     line = text(title, "5", 13, kind=f"title {_phone(title, place)}".strip())
     return _nested(shape + line, place._replace(height=_HEAD), _hint(node, name.rstrip(".")))
 
 
-def _rectangle(node: Node, name: str, short: str, place: _Place, colour: str) -> str:
+def _rectangle(node: Node, name: str, short: str, place: _Area, colour: str) -> str:
     shape = box(0, 0, 1, place.height, kind=f"tile {colour}")
     short, size = _fitting(short, place.width), size_text(node.nbytes)
     lines = []
@@ -134,7 +134,7 @@ def _rectangle(node: Node, name: str, short: str, place: _Place, colour: str) ->
     return _nested(shape + "".join(lines), place, _hint(node, name))
 
 
-def _nested(content: str, place: _Place, hint: str) -> str:
+def _nested(content: str, place: _Area, hint: str) -> str:
     left, top, width, height = place
     return nested(content, left / _WIDTH, top, width / _WIDTH, height, hint=hint)
 
@@ -143,7 +143,7 @@ def _hint(node: Node, name: str) -> str:
     return f"{name}\n{size_text(node.nbytes)}, {counted(node.count, 'value')}"
 
 
-def _phone(words: str, place: _Place) -> str:
+def _phone(words: str, place: _Area) -> str:
     """The class of a text that has no room on a phone; empty if it has."""
     return "" if _LETTER * len(words) + 8 < _PHONE * place.width else "wide"
 
@@ -158,13 +158,13 @@ def _fitting(name: str, width: float) -> str:
     return ""
 
 
-def _squarified(sizes: Sequence[int], left: float, top: float, width: float, height: float) -> list[_Place]:
+def _squarified(sizes: Sequence[int], left: float, top: float, width: float, height: float) -> list[_Area]:
     """Places for sizes, largest first, that fill a rectangle and are as square as can be."""
     total = sum(sizes)
     if not total:
         return []
     scale = width * height / total
-    places: list[_Place] = []
+    places: list[_Area] = []
     at = 0
     while at < len(sizes):
         short = min(width, height)
@@ -179,9 +179,9 @@ def _squarified(sizes: Sequence[int], left: float, top: float, width: float, hei
         for area in row:
             length = area / depth if depth else 0.0
             if width >= height:
-                places.append(_Place(left, top + along, depth, length))
+                places.append(_Area(left, top + along, depth, length))
             else:
-                places.append(_Place(left + along, top, length, depth))
+                places.append(_Area(left + along, top, length, depth))
             along += length
         if width >= height:
             left, width = left + depth, max(0.0, width - depth)
