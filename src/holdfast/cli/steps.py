@@ -39,6 +39,10 @@ def _described(step: Step, metrics: Mapping[int, Mapping[str, Any]]) -> dict[str
     }
 
 
+def _shown_time(step: Step) -> str:
+    return (time_of(step) or "").replace("T", " ").replace("+00:00", " UTC")
+
+
 def _lines(path: str, steps: list[Step], metrics: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:
     if not steps:
         yield f"{printable(path)}: no steps"
@@ -48,5 +52,5 @@ def _lines(path: str, steps: list[Step], metrics: Mapping[int, Mapping[str, Any]
         notes = ["pinned"] if step.is_pinned else []
         notes += ["from before the run went back"] if step.is_abandoned else []
         notes += [f"{printable(name)}={value:g}" for name, value in metrics.get(step.number, {}).items()]
-        rows.append((str(step.number), time_of(step) or "", state_of(step), ", ".join(notes)))
+        rows.append((str(step.number), _shown_time(step), state_of(step), ", ".join(notes)))
     yield from aligned(rows, right=[0])
