@@ -126,8 +126,6 @@ def find_checkpoint(path: str) -> Checkpoint:
 
 
 def _explain_absence(path: str, names: list[str], store: FileSource) -> str:
-    if not names:
-        return f"{path}: the folder is empty"
     files = describe_data_files(names)
     if files:
         return f"{path}: has {files}, but no {METADATA}: the save did not end, or {METADATA} was removed"
@@ -138,5 +136,7 @@ def _explain_absence(path: str, names: list[str], store: FileSource) -> str:
             f"{path}: no checkpoint here, but in folders of it: {listed}. Name one of them, such as "
             f"{path.rstrip('/')}/{below[0]}"
         )
+    if not names:
+        return f"{path}: the folder is empty"
     near = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
     return f"{path}: no checkpoint here; it has no {METADATA} (it has {near})"
