@@ -526,7 +526,9 @@ def test_a_callback_may_begin_the_next_save(tmp_path: Path) -> None:
 
 def test_the_kinds_of_torch_are_taken_for_ours(tmp_path: Path) -> None:
     kind: Any = stock_saver.AsyncCheckpointerType.THREAD
-    holdfast.async_save({"a": 1}, checkpoint_id=tmp_path / "a", async_checkpointer_type=kind).result()
+    saving = holdfast.async_save({"a": 1}, checkpoint_id=tmp_path / "a", async_checkpointer_type=kind)
+    assert isinstance(saving, SaveFuture)
+    saving.result()
     unknown: Any = "proces"
     with pytest.raises(UsageError, match="not 'proces'"):
         holdfast.async_save({"a": 1}, checkpoint_id=tmp_path / "b", async_checkpointer_type=unknown)
