@@ -198,6 +198,10 @@ def _format_of(target: str | os.PathLike[str], to: str | None) -> Format:
     known: tuple[Format, ...] = get_args(Format)
     if to is None and path.endswith(_FILE_SUFFIXES):
         return "torch_save"
+    if to is None:
+        raise UsageError(
+            f"{path}: which format? Pass to=, or --to, with one of {', '.join(known)}", path=path
+        )
     if to not in known:
         raise UsageError(f"to is one of {', '.join(map(repr, known))}, not {to!r}", found=to)
     if to == "safetensors" and path.endswith(SUFFIX):

@@ -130,7 +130,8 @@ class FileSystemWriter(_OfFileSystem, StoreWriter, BlockingAsyncStager):
         memory_budget: int = DEFAULT_BUDGET,
         page_cache: PageCache = "auto",
     ) -> None:
-        if serialization_format is not SerializationFormat.TORCH_SAVE:
+        # By its value: torch's enumeration of this name will do as well.
+        if serialization_format.value != SerializationFormat.TORCH_SAVE.value:
             warn_user(
                 "FileSystemWriter writes checkpoints as TORCH_SAVE, which torch and Holdfast load, also "
                 "if SAFETENSORS is asked for. Pass a HuggingFaceStorageWriter to save safetensors files.",

@@ -189,6 +189,20 @@ class AsyncCheckpointerType(Enum):
     THREAD = "thread"
     PROCESS = "process"
 
+    @classmethod
+    def _missing_(cls, value: object) -> "AsyncCheckpointerType":
+        """Take torch's enumeration of the same name for ours.
+
+        Raises:
+            UsageError: It is something else.
+        """
+        for kind in cls:
+            if isinstance(value, Enum) and value.value == kind.value:
+                return kind
+        raise UsageError(
+            f"async_checkpointer_type is AsyncCheckpointerType.THREAD or .PROCESS, not {value!r}", found=value
+        )
+
 
 @dataclass
 class AsyncSaveResponse:

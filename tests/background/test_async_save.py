@@ -5,6 +5,7 @@ import inspect
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint import state_dict_saver as stock_saver
 import holdfast
 from holdfast import async_save, state_dict_loader
 from holdfast._background.short_turns import short_turns
+from holdfast.errors import UsageError
 from holdfast.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
 from holdfast.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, SaveFuture
 
@@ -520,3 +522,17 @@ def test_a_callback_may_begin_the_next_save(tmp_path: Path) -> None:
     saving(state(1), checkpoint_id=tmp_path / "c").add_done_callback(go_on)
     later.result(HANG_GUARD).result(HANG_GUARD)
     assert loaded(tmp_path / "c") == 2.0
+
+
+def test_the_kinds_of_torch_are_taken_for_ours(tmp_path: Path) -> None:
+    kind: Any = stock_saver.AsyncCheckpointerType.THREAD
+    saving = holdfast.async_save({"a": 1}, checkpoint_id=tmp_path / "a", async_checkpointer_type=kind)
+    assert isinstance(saving, SaveFuture)
+    saving.result()
+    unknown: Any = "proces"
+    with pytest.raises(UsageError, match="not 'proces'"):
+        holdfast.async_save({"a": 1}, checkpoint_id=tmp_path / "b", async_checkpointer_type=unknown)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        form: Any = stock_files.SerializationFormat.TORCH_SAVE
+        holdfast.FileSystemWriter(tmp_path / "c", serialization_format=form)

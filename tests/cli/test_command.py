@@ -1,6 +1,7 @@
 """The command as a user starts it: its exit codes, its errors, its help, and what it costs."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -79,11 +80,23 @@ def test_wrong_usage_is_2_and_explained(holdfast: Command, words: tuple[str, ...
     found = holdfast(*words)
     assert (found.code, found.out) == (2, "")
     assert "usage: holdfast" in found.err
+    assert "GLOB\n" not in found.err.splitlines(keepends=True)[-1]
 
 
 @pytest.mark.parametrize("threads", ["0", "-1", "many"])
 def test_threads_are_a_positive_number(holdfast: Command, originals: Path, threads: str) -> None:
     assert holdfast("verify", originals / "tiny", f"--threads={threads}").code == 2
+
+
+@pytest.mark.parametrize("command", ["show", "verify", "trace"])
+def test_the_folder_of_a_run_names_its_checkpoints(
+    holdfast: Command, originals: Path, tmp_path: Path, command: str
+) -> None:
+    shutil.copytree(originals / "tiny", tmp_path / "step-1")
+    found = holdfast(command, tmp_path)
+    assert (found.code, found.out) == (3, "")
+    reason = f"no checkpoint here, but in folders of it: step-1. Name one of them, such as {tmp_path}/step-1"
+    assert found.err == f"holdfast: {tmp_path}: {reason}\n"
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "verify"])

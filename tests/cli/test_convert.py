@@ -46,6 +46,8 @@ def test_the_weights_alone(checkpoint: str, tmp_path: Path, capsys: pytest.Captu
 def test_exit_codes(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = str(tmp_path / "x.pt")
     assert main(["convert", checkpoint, target, "--rename", "model"]) == 2
+    assert main(["convert", checkpoint, str(tmp_path / "c")]) == 2
+    assert "which format? Pass to=, or --to, with one of holdfast, torch" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "absent"), target]) == 3
     assert main(["convert", checkpoint, str(tmp_path / "c"), "--to", "safetensors"]) == 3
     assert "step" in capsys.readouterr().err

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.support.stock_torch import stock_save
@@ -79,6 +80,18 @@ def test_a_checkpoint_of_torch_with_the_same_values_is_equal(
     code, found = diff(capsys, first, str(tmp_path / "b"))
     assert (code, found["equal"], found["by_checksum"]) == (0, 5, 0)
     assert found["values"] == []
+
+
+def test_objects_that_hold_tensors_and_arrays_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, seed in (("a", 1), ("b", 2)):
+        random = ("MT19937", np.arange(3) + seed, [torch.ones(2) * seed], {"at": (seed,)})
+        kept = ("MT19937", np.arange(3), [torch.ones(2)], {"at": ()})
+        stock_save({"random": random, "kept": kept}, checkpoint_id=tmp_path / name)
+    code, found = diff(capsys, str(tmp_path / "a"), str(tmp_path / "b"))
+    assert (code, found["equal"], found["by_checksum"]) == (1, 1, 0)
+    assert [value["key"] for value in found["values"]] == ["random"]
 
 
 def test_something_missing_is_unreadable(first: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,7 +154,7 @@ def test_one_safetensors_file_by_its_name(tmp_path: Path) -> None:
 def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     dcp.save(nested(), checkpoint_id=tmp_path / "a", no_dist=True)
     refused: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"target": "b"}, UsageError, "to is one of"),
+        ({"target": "b"}, UsageError, "which format. Pass to="),
         ({"target": "b", "to": "zip"}, UsageError, "to is one of"),
         ({"target": "b", "to": "safetensors"}, PlanError, "param_groups.*keys="),
         ({"target": "b.safetensors", "to": "safetensors"}, UsageError, "a model is a folder"),

@@ -105,7 +105,7 @@ def test_a_metric_of_the_same_step_saved_again_is_the_new_one(tmp_path: Path) ->
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "missing", "metadata", "no commit"])
 def test_a_damaged_newest_step_does_not_stop_a_restore_and_is_named(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manager = CheckpointManager(tmp_path, keep=Last(1))
     unlimited = CheckpointManager(tmp_path)
@@ -135,6 +135,9 @@ def test_a_damaged_newest_step_does_not_stop_a_restore_and_is_named(
         assert list(restored.skipped) == [3]
         assert "step 3 cannot be restored" in caplog.text
         assert manager.latest() == 2, "what is known to be damaged counts for nothing"
+        capsys.readouterr()
+        assert main(["ls", str(tmp_path)]) == 0
+        assert " complete, 1 damaged, " in capsys.readouterr().out.splitlines()[-1]
     manager.prune()
     assert 2 in manager.steps()
     with pytest.raises(hf.CheckpointError):
@@ -456,8 +459,15 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "pinned" in capsys.readouterr().out
     assert main(["prune", root, "--last", "1", "--dry-run"]) == 0
     assert "would delete 1 step: 2; 2 stay" in capsys.readouterr().out
+    assert main(["prune", root, "--best", "1", "--metric", "los"]) == 2
+    message = "--metric los: no step has it; the metrics are loss. Nothing was deleted"
+    assert message in capsys.readouterr().err
+    assert folders(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     assert main(["prune", root, "--best", "1", "--metric", "loss", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["deleted"] == [2]
     assert folders(tmp_path) == ["checkpoint-1", "checkpoint-3"]
     assert main(["prune", root]) == 2
     assert main(["steps", str(tmp_path / "nothing")]) == 3
+    capsys.readouterr()
+    assert main(["steps", str(tmp_path / "checkpoint-1" / ".metadata")]) == 3
+    assert "is a file, not the folder of a run" in capsys.readouterr().err

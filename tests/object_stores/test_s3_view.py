@@ -29,6 +29,8 @@ def test_a_view_and_the_commands_read_a_bucket(place: str, capsys: pytest.Captur
     assert main(["ls", run, "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["checkpoints"]
     assert (row["step"], row["complete"]) == (1, True)
+    assert main(["show", run]) == 3
+    assert f"Name one of them, such as {run}/step-1" in capsys.readouterr().err
 
 
 def test_small_neighbours_are_one_request(place: str, proxy: S3Proxy) -> None:

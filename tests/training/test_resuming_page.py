@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.support.ranks import ROOT, python_environment
 
 import holdfast
@@ -56,3 +57,18 @@ def test_a_newcomer_resumes_on_two_ranks_what_four_ranks_began(tmp_path: Path) -
     assert second.returncode == 0, printed
     steps = [int(number) for number in re.findall(r"^step (\d+) ", printed, re.MULTILINE)]
     assert steps == list(range(done + 1, done + 13))
+
+
+def test_the_loop_with_a_manager_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "resuming.md").read_text()
+    loop = re.search(r"```python\n(from holdfast.manager .*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert loop is not None
+    names: dict[str, Any] = {}
+    exec(loop[1], names)
+    for steps, trained in ((25, 25), (45, 25)):
+        state = holdfast.TrainingState(torch.nn.Linear(2, 2))
+        calls: list[int] = []
+        names["train_with_manager"](state, steps, tmp_path, lambda to=calls: to.append(1))
+        assert (state.step, len(calls)) == (steps, trained)
+    with holdfast.CheckpointManager(tmp_path, read_only=True) as manager:
+        assert manager.steps() == [20, 30, 40]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from holdfast._contents.findings import Findings
 from holdfast._contents.inventory import Inventory, inventory_of, read_inventory
-from holdfast._format.names import METADATA, describe_data_files, metadata_rank
+from holdfast._format.names import METADATA, describe_data_files, metadata_name, metadata_rank
 from holdfast._format.safetensors import SUFFIX
 from holdfast._format.safetensors_index import INDEX
 from holdfast._io.places import local_path, open_file_place, open_place
@@ -121,15 +121,22 @@ def find_checkpoint(path: str) -> Checkpoint:
     if not ranks and any(name.endswith(SUFFIX) for name in names):
         return SafetensorsModel(store, [(None, INDEX if INDEX in names else "")])
     if not ranks:
-        raise CheckpointNotFoundError(_explain_absence(path, names), path=path)
+        raise CheckpointNotFoundError(_explain_absence(path, names, store), path=path)
     return Checkpoint(store, [*ranks])
 
 
-def _explain_absence(path: str, names: list[str]) -> str:
-    if not names:
-        return f"{path}: the folder is empty"
+def _explain_absence(path: str, names: list[str], store: FileSource) -> str:
     files = describe_data_files(names)
     if files:
         return f"{path}: has {files}, but no {METADATA}: the save did not end, or {METADATA} was removed"
+    below, _ = store.folders_with([METADATA, metadata_name(0)])
+    if below:
+        listed = ", ".join(below[:3]) + (", ..." if len(below) > 3 else "")
+        return (
+            f"{path}: no checkpoint here, but in folders of it: {listed}. Name one of them, such as "
+            f"{path.rstrip('/')}/{below[0]}"
+        )
+    if not names:
+        return f"{path}: the folder is empty"
     near = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
     return f"{path}: no checkpoint here; it has no {METADATA} (it has {near})"

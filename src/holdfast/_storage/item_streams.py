@@ -128,7 +128,7 @@ def write_item(
         storage_key: The name of the file in the checkpoint.
         serialization_format: Only ``TORCH_SAVE``.
     """
-    if serialization_format is not SerializationFormat.TORCH_SAVE:
+    if serialization_format.value != SerializationFormat.TORCH_SAVE.value:
         raise UsageError(
             "items are written as TORCH_SAVE only; safetensors files are not written item by item"
         )

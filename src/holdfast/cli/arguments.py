@@ -45,7 +45,9 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 def _add_ls(parser: argparse.ArgumentParser) -> None:
     _add_checkpoint(parser)
-    parser.add_argument("globs", metavar="GLOB", nargs="*", help="show only keys that match one of these")
+    parser.add_argument(
+        "globs", metavar="GLOB", nargs="*", default=[], help="show only keys that match one of these"
+    )
     parser.add_argument("--flat", action="store_true", help="one line per key instead of a tree")
     parser.add_argument(
         "--sort",

@@ -133,7 +133,7 @@ def _difference(one: Any, other: Any) -> dict[str, Any] | None:
     import torch  # noqa: PLC0415
 
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return None if one == other else {"first": repr(one)[:80], "second": repr(other)[:80]}
+        return None if _is_same(one, other) else {"first": repr(one)[:80], "second": repr(other)[:80]}
     # By their bytes: a NaN is not equal to itself.
     if torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (one, other))):
         return None
@@ -148,8 +148,22 @@ def _difference(one: Any, other: Any) -> dict[str, Any] | None:
     }
 
 
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two objects are equal, whatever they hold: tensors and arrays are compared as a whole."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if hasattr(one, "dtype") and hasattr(one, "shape"):
+        return bool(one.dtype == other.dtype and one.shape == other.shape and (one == other).all())
+    return bool(one == other)
+
+
 def _lines(arguments: argparse.Namespace, found: _Difference) -> Iterator[str]:
     style = Style(sys.stdout)
+    alone = len(found.only_first) + len(found.only_second)
     for keys, path in ((found.only_first, arguments.path), (found.only_second, arguments.other)):
         for key in keys:
             yield f"{style.bad('only in')} {printable(path)}: {printable(key)}"
@@ -158,8 +172,13 @@ def _lines(arguments: argparse.Namespace, found: _Difference) -> Iterator[str]:
     for value in found.values:
         yield f"{style.bad('values')}  {printable(value['key'])}: {_in_words(value)}"
     verdict = style.good("equal") if found.is_empty else style.bad("different")
-    count = f"{counted(found.equal, 'key')} equal ({found.by_checksum:,} by checksum)"
-    yield f"{verdict}: {count}, {counted(len(found.values), 'key')} with other values"
+    parts = [
+        f"{counted(found.equal, 'key')} equal ({found.by_checksum:,} by checksum)",
+        f"{counted(len(found.values), 'key')} with other values",
+        *([f"{counted(len(found.kinds), 'key')} of another kind"] if found.kinds else []),
+        *([f"{counted(alone, 'key')} in one of them only"] if alone else []),
+    ]
+    yield f"{verdict}: {', '.join(parts)}"
 
 
 def _in_words(value: dict[str, Any]) -> str:

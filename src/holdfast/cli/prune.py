@@ -1,13 +1,15 @@
 """``holdfast prune``: deletes the steps of a run that no policy keeps."""
 
 import argparse
-import sys
 from functools import reduce
 from operator import or_
 from typing import Any
 
 from holdfast._steps.policies import Best, Every, KeepPolicy, Last, Steps, Within
-from holdfast._steps.pruning import Pruning
+from holdfast._steps.pruning import PrunePlan, Pruning
+from holdfast._steps.run_root import RunRoot
+from holdfast._steps.step_metadata import METRICS
+from holdfast.cli.error_lines import complain
 from holdfast.cli.exit_codes import FINE, UNREADABLE, WRONG_USAGE
 from holdfast.cli.run_steps import open_root
 from holdfast.cli.text import counted, printable, write_json, write_lines
@@ -19,12 +21,12 @@ __all__ = ["keep_policy", "run"]
 def run(arguments: argparse.Namespace) -> int:
     """Delete, or with --dry-run only tell; returns the exit code."""
     try:
-        policy = _needed_policy(arguments)
+        pruning = Pruning(open_root(arguments.path, arguments.name), _needed_policy(arguments))
+        plan = pruning.plan()
+        if arguments.metric is not None:
+            _check_metric(arguments.metric, pruning.root, plan)
     except UsageError as error:
-        print("holdfast:", error, file=sys.stderr)
-        return WRONG_USAGE
-    pruning = Pruning(open_root(arguments.path, arguments.name), policy)
-    plan = pruning.plan()
+        return complain(str(error), WRONG_USAGE)
     doomed = [step.number for step in plan.doomed]
     deleted = doomed if arguments.dry_run else pruning.run()
     if arguments.json:
@@ -34,9 +36,21 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         verb = "would delete" if arguments.dry_run else "deleted"
         names = f": {', '.join(map(str, deleted))}" if deleted else ""
-        what = f"{verb} {counted(len(deleted), 'step')}{names}; {len(plan.kept)} stay"
+        stay = "1 stays" if len(plan.kept) == 1 else f"{len(plan.kept)} stay"
+        what = f"{verb} {counted(len(deleted), 'step')}{names}; {stay}"
         write_lines([f"{printable(arguments.path)}: {what}"])
     return UNREADABLE if pruning.failed else FINE
+
+
+def _check_metric(metric: str, root: RunRoot, plan: PrunePlan) -> None:
+    """A misspelt metric keeps no step, so the steps that it was to keep would be deleted."""
+    if not plan.doomed:
+        return
+    known = root.metadata.of([*plan.doomed, *plan.kept], plan.found.files)
+    names = {name for values in known.values() for name in values.get(METRICS, {})}
+    if metric not in names:
+        there = f"the metrics are {', '.join(sorted(names))}" if names else "no step has metrics"
+        raise UsageError(f"--metric {metric}: no step has it; {there}. Nothing was deleted", found=metric)
 
 
 def _needed_policy(arguments: argparse.Namespace) -> KeepPolicy:

@@ -81,7 +81,10 @@ def write_run(path: str, rows: list[dict[str, Any]], *, as_json: bool) -> None:
         for row in rows
     ]
     lines = aligned(cells, right=(2,))
-    shown = [line if row["complete"] else style.bad(line) for line, row in zip(lines, rows, strict=True)]
+    is_sound = [row["state"].startswith("complete") for row in rows]
+    shown = [line if sound else style.bad(line) for line, sound in zip(lines, is_sound, strict=True)]
     size = size_text(sum(row["nbytes"] for row in rows))
-    complete = sum(row["complete"] for row in rows)
-    write_lines([*shown, style.dim(f"{counted(len(rows), 'checkpoint')}, {complete:,} complete, {size}")])
+    damaged = sum(row["state"] == "damaged" for row in rows)
+    complete = f"{sum(row['complete'] for row in rows) - damaged:,} complete"
+    states = f"{complete}, {damaged:,} damaged" if damaged else complete
+    write_lines([*shown, style.dim(f"{counted(len(rows), 'checkpoint')}, {states}, {size}")])

@@ -26,7 +26,8 @@ def open_root(path: str, form: str | None) -> RunRoot:
     """
     folder = local_path(path)
     if folder is not None and not os.path.isdir(folder):
-        raise CheckpointNotFoundError(f"{path}: there is no such folder", path=path)
+        what = "is a file, not the folder of a run" if os.path.exists(folder) else "there is no such folder"
+        raise CheckpointNotFoundError(f"{path}: {what}", path=path)
     root = RunRoot(path, StepNames() if form is None else StepNames(form))
     if form is None:
         root.names = guess_names(root.store.below().folders)
