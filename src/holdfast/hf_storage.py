@@ -193,7 +193,9 @@ def _by_requests_if_asked_for(inherited: _ReadData) -> _ReadData:
 
     def read_data(self: HuggingFaceStorageReader, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
         is_known = getattr(self._process_read_request, "is_known_to_engine", False)
-        if is_known and not any(isinstance(info, _HFStorageInfo) for info in self.storage_data.values()):
+        if is_known and not any(
+            isinstance(info, _HFStorageInfo) for info in (self.storage_data or {}).values()
+        ):
             return inherited(self, plan, planner)
         ours, into = to_ours(plan), our_load_planner(planner)
         files: dict[str, list[ReadItem]] = {}
