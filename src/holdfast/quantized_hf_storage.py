@@ -10,6 +10,7 @@ from torch.futures import Future
 
 from holdfast._io import pool
 from holdfast._io.progress import ProgressTracker
+from holdfast._known_methods import known_to_engine
 from holdfast._storage.quantized_reading import QuantizedTensor, find_scales, show_numbers
 from holdfast._storage.safetensors_metadata import read_model_metadata
 from holdfast._torch_compat import our_load_planner, to_ours
@@ -74,6 +75,14 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    @known_to_engine
+    def _process_read_request(self, f: Any, req: ReadItem, planner: LoadPlanner) -> None:
+        """As that of ``HuggingFaceStorageReader``; a quantised tensor as its numbers."""
+        if req.storage_index.fqn in self._scales:
+            self._read_numbers(req, planner, threading.Lock())
+        else:
+            super()._process_read_request(f, req, planner)
 
     def _read_numbers(self, item: ReadItem, planner: LoadPlanner, lock: threading.Lock) -> None:
         assert self._stored is not None
