@@ -1,5 +1,6 @@
 """A manager that is used in unusual ways: nothing is lost, and the error says why."""
 
+import dataclasses
 import os
 import signal
 import threading
@@ -9,14 +10,66 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.checkpoints import data_file, read_manifest, write_manifest
 
 import holdfast as hf
-from holdfast.errors import MetadataFormatError, UsageError
+from holdfast.errors import (
+    MetadataFormatError,
+    NewerFormatError,
+    TruncatedFileError,
+    UnsafeMetadataError,
+    UsageError,
+)
 from holdfast.manager import CheckpointManager, EverySteps, Last, Preempted
 
 
 def state_of(step: int) -> dict[str, Any]:
     return {"w": torch.full((10,), float(step)), "n": step}
+
+
+@dataclasses.dataclass
+class Config:
+    size: int
+
+
+def test_a_class_that_is_not_allowed_is_no_damage(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, {"config": Config(step)})
+    state = {"config": Config(0)}
+    with pytest.raises(UnsafeMetadataError, match="safe_globals"):
+        CheckpointManager(tmp_path).restore(state)
+    restored = CheckpointManager(tmp_path).restore(state, safe_globals=[Config])
+    assert restored is not None
+    assert (restored.step, state["config"].size) == (2, 2)
+
+
+def test_a_step_of_a_newer_version_is_neither_damaged_nor_passed_over(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state_of(1))
+        manager.save(2, state_of(2))
+    manifest = read_manifest(tmp_path / "step-2")
+    manifest.version = (2, 0)
+    write_manifest(tmp_path / "step-2", manifest)
+    for _ in range(2):
+        with pytest.raises(NewerFormatError, match="Update holdfast"):
+            manager.restore(state_of(0))
+    assert manager.steps() == [1, 2]
+
+
+def test_a_run_of_which_all_steps_are_damaged_is_never_taken_for_a_first_start(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state_of(1))
+        data = data_file(tmp_path / "step-1")
+        whole = data.read_bytes()
+        data.write_bytes(whole[:100])
+    for _ in range(2):
+        with pytest.raises(TruncatedFileError):
+            CheckpointManager(tmp_path).restore(state_of(0))
+    data.write_bytes(whole)
+    restored = CheckpointManager(tmp_path).restore(state_of(0))
+    assert restored is not None
+    assert manager.steps() == [1]
 
 
 @pytest.mark.parametrize(

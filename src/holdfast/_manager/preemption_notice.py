@@ -66,8 +66,8 @@ class PreemptionNotice:
         """The handler that the program had before, and not one of another notice that was closed since."""
         found = self._previous.get(number)
         other = getattr(found, "__self__", None)
-        if isinstance(other, PreemptionNotice) and other._is_closed:
-            return other._handler_before(number)
+        if isinstance(other, PreemptionNotice) and other._is_closed:  # noqa: SLF001 - its own class
+            return other._handler_before(number)  # noqa: SLF001
         return signal.SIG_DFL if found is None else found
 
     def _ignore_once(self, number: int, previous: Callable[[int, Any], Any] | int) -> None:
