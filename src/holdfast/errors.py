@@ -22,6 +22,7 @@
     │   ├── ChecksumError
     │   ├── TruncatedFileError(EOFError)
     │   ├── MetadataFormatError
+    │   │   └── NewerFormatError                a newer version of holdfast wrote it
     │   └── UnsafeMetadataError
     ├── ExtensionError(ValueError)              a stream transform cannot be used
     │   ├── UnknownExtensionError
@@ -60,6 +61,7 @@ __all__ = [
     "InvalidPlanError",
     "MetadataFormatError",
     "MissingKeyError",
+    "NewerFormatError",
     "NotAFolderError",
     "PlanError",
     "RankLostError",
@@ -197,6 +199,10 @@ class TruncatedFileError(IntegrityError, EOFError):
 
 class MetadataFormatError(IntegrityError):
     """A checkpoint's metadata is damaged, or of a format that this version does not know."""
+
+
+class NewerFormatError(MetadataFormatError):
+    """A newer version of holdfast wrote the checkpoint. It may be sound, and this version cannot read it."""
 
 
 class UnsafeMetadataError(IntegrityError):

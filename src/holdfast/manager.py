@@ -30,6 +30,7 @@ Policies are small frozen values that are joined with ``|``:
 import logging
 import os
 from collections.abc import Mapping
+from concurrent.futures import wait as wait_for_futures
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -297,12 +298,12 @@ class CheckpointManager(StepQueries):
     def _begin(
         self, step: int, metrics: Mapping[str, float] | None, metadata: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        if self.read_only:
-            raise UsageError(f"{self._root.place}: this manager is for reading only (read_only=True)")
+        self._check_may_write()
         if self._is_closed:
             raise UsageError(f"{self._root.place}: this manager is closed: make another one")
         if type(step) is not int or step < 0:
             raise UsageError(f"a step is a whole number of 0 or more, not {step!r}", found=step)
+        plain = _metrics_as_numbers(metrics or {})
         if self._newest is not None and step < self._newest:
             self._go_back(step, self._newest)
         self._guard.wait()
@@ -310,13 +311,15 @@ class CheckpointManager(StepQueries):
         self._newest = step
         self._decision.begin(step)
         self._background.leave_alone(self._root.names.folder(step))
-        plain = {name: float(value) for name, value in (metrics or {}).items()}
         return {STEP: step, METRICS: plain, USER: dict(metadata or {})}
 
     def _go_back(self, step: int, newest: int) -> None:
         """The run goes back: say so, and remember which steps it has left behind."""
         if not self._is_coordinator:
             return
+        if self._decision.saving is not None:
+            # What it commits must be among the steps that are left behind.
+            wait_for_futures([self._decision.saving])
         try:
             later = self._root.abandon_after(step, self._root.find_steps())
         except (CheckpointError, OSError) as error:
@@ -336,7 +339,11 @@ class CheckpointManager(StepQueries):
     def _failed(self, step: int, newest: int | None) -> None:
         """A save has failed: the step before is the newest again, and the same step may be saved again."""
         self._background.release(self._root.names.folder(step))
-        self._newest, self._decision.begun_step = newest, None
+        # A later save may have begun, if this one was made in the background.
+        if self._newest == step:
+            self._newest = newest
+        if self._decision.begun_step == step:
+            self._decision.begun_step = None
 
     def _after_async(self, done: Any, step: int, newest: int | None) -> None:
         # Not by exception(), by which its owner is told of a failure.
@@ -401,8 +408,7 @@ class CheckpointManager(StepQueries):
         """
         if dry_run:
             return [step.number for step in self._pruning.plan().doomed]
-        if self.read_only:
-            raise UsageError(f"{self._root.place}: this manager is for reading only (read_only=True)")
+        self._check_may_write()
         return self._background.run() if self._is_coordinator else []
 
     # Ending.
@@ -432,3 +438,15 @@ class CheckpointManager(StepQueries):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _metrics_as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise UsageError(f"the metric {name!r} is not a number: {error}", found=value) from None
+        if not isinstance(name, str):
+            raise UsageError(f"metrics have names, and {name!r} is not a text", found=name)
+    return numbers

@@ -296,3 +296,12 @@ def test_a_dict_that_older_versions_of_torch_keep_as_one_value(tmp_path: Path) -
         dcp.convert(source, tmp_path / f"{number}.pt", safe_globals=[])
         found = torch.load(tmp_path / f"{number}.pt", weights_only=False)
         assert found
+
+
+def test_a_folder_is_not_replaced_by_a_file_of_torch_save(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    (tmp_path / "folder.pt").mkdir()
+    for overwrite in (False, True):
+        with pytest.raises(CheckpointExistsError, match="is a folder"):
+            dcp.convert(tmp_path / "c", tmp_path / "folder.pt", overwrite=overwrite)
+    assert sorted(os.listdir(tmp_path)) == ["c", "folder.pt"]

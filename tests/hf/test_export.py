@@ -132,6 +132,7 @@ def test_dtype_and_names_change_on_the_way_out(tmp_path: Path) -> None:
         ({"a": torch.zeros(2), "b": torch.zeros(2)}, {"fqn_to_index_mapping": {"a": 1}}, "b"),
         ({"a": torch.zeros(2), "b": torch.zeros(2)}, {"rename": {"a": "b"}}, "same name"),
         ({"a": torch.zeros(2)}, {"rename": lambda _: ""}, "cannot be the name"),
+        ({"__metadata__": torch.zeros(2)}, {}, "cannot be the name"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_before_anything_is_written(

@@ -1,5 +1,7 @@
 """``holdfast.open`` gives the same values of a state in whatever format it was saved."""
 
+import gc
+import os
 import subprocess
 import sys
 import threading
@@ -374,3 +376,18 @@ def test_a_file_at_a_url_may_be_called_anything(tmp_path: Path) -> None:
             hf.open(nothing)
         with pytest.raises(CheckpointNotFoundError):
             hf.convert(nothing, tmp_path / "nothing.pt")
+
+
+def test_a_view_that_is_let_go_of_closes_its_files(tmp_path: Path) -> None:
+    hf.save(state(), checkpoint_id=tmp_path / "c", no_dist=True)
+    torch.save(state(), tmp_path / "s.pt")
+    before = len(os.listdir("/proc/self/fd"))
+    for place in (tmp_path / "c", tmp_path / "s.pt"):
+        view = hf.open(place)
+        weight = view["model.weight"]
+        view.read(["model.large"])
+        del view
+        assert torch.equal(weight[3], tensors()["weight"][3])
+        del weight
+        gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -48,6 +48,10 @@ class FileCache:
         for reader in idle:
             reader.close()
 
+    def __del__(self) -> None:
+        # Descriptors of files are plain numbers, which nobody else closes if a view is only let go of.
+        self.close()
+
     def _take(self, name: str) -> FileReader:
         with self._lock:
             if self._is_closed:

@@ -1,6 +1,7 @@
 """Owns writing what a source holds as one file of ``torch.save``: from front to back, in pieces."""
 
 import logging
+import os
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ from holdfast._geometry import Box
 from holdfast._io.blocks import crc32
 from holdfast._io.file_access import FileWriter
 from holdfast._io.lease import Lease, take_lease
+from holdfast._io.places import local_path
 from holdfast._io.progress import ProgressTracker
 from holdfast._io.store import ByteStore
 from holdfast._objects import decode_object
@@ -73,7 +75,7 @@ class TorchSaveTarget:
             check: Checks a file, given by its place and name, before it takes its name if that can be.
 
         Raises:
-            CheckpointExistsError: There is such a file, and it must not be replaced.
+            CheckpointExistsError: There is such a file, and it must not be replaced; or it is a folder.
             PlanError: A value cannot be written.
             UnsafeMetadataError: A value needs something that is not allowed.
         """
@@ -129,6 +131,11 @@ class TorchSaveTarget:
         return self._store.create(self._name, nbytes_hint=nbytes)
 
     def _refuse_existing(self) -> None:
+        folder = local_path(f"{self._store.url}/{self._name}")
+        if folder is not None and os.path.isdir(folder):
+            raise CheckpointExistsError(
+                f"{folder} is a folder, and torch.save writes one file: name another path", path=folder
+            )
         if not self._overwrite and self._store.exists(self._name):
             path = f"{self._store.url}/{self._name}"
             raise CheckpointExistsError(f"{path} exists already; overwrite=True replaces it", path=path)

@@ -20,7 +20,7 @@ from holdfast._format.description import (
 )
 from holdfast._format.item_table import COLUMNS, Column, StorageInfo
 from holdfast._format.stored_record import StoredRecord
-from holdfast.errors import MetadataFormatError, UsageError
+from holdfast.errors import MetadataFormatError, NewerFormatError, UsageError
 
 FORMAT_MAJOR = 1
 """Raised when an older reader would misread; a reader refuses a newer one."""
@@ -174,7 +174,7 @@ def decode(data: bytes | memoryview, *, path: str) -> Manifest:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _damaged(path, str(error)) from error
     if manifest.checksum_algorithm != CHECKSUM_ALGORITHM:
-        raise MetadataFormatError(
+        raise NewerFormatError(
             f"{path} has checksums of the kind {manifest.checksum_algorithm!r}; this version of holdfast "
             f"knows {CHECKSUM_ALGORITHM!r} only. Update holdfast to read it.",
             path=path,
@@ -275,7 +275,7 @@ def _check_version(data: bytes | memoryview, path: str) -> _Head:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _damaged(path, str(error)) from error
     if head.version[0] > FORMAT_MAJOR:
-        raise MetadataFormatError(
+        raise NewerFormatError(
             f"{path} is of format {head.version[0]}.{head.version[1]}; this version of holdfast reads up to "
             f"{FORMAT_MAJOR}.x. Update holdfast to read it.",
             path=path,

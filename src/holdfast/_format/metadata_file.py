@@ -9,7 +9,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 
-from holdfast.errors import MetadataFormatError
+from holdfast.errors import MetadataFormatError, NewerFormatError
 
 MAGIC = b"HOLDFAST"
 MARK = "holdfast"
@@ -63,7 +63,7 @@ def split(data: bytes | bytearray, *, path: str) -> Sections:
     if zlib.crc32(_FIELDS.pack(*lengths_and_sums[:6])) != footer_crc:
         raise _damaged(path, "its footer does not match its checksum")
     if layout > LAYOUT:
-        raise MetadataFormatError(
+        raise NewerFormatError(
             f"{path} has layout {layout}; this version of holdfast reads up to {LAYOUT}. Update holdfast.",
             path=path,
             expected=LAYOUT,

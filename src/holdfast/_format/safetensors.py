@@ -25,7 +25,7 @@ LARGEST_HEADER = 100_000_000
 """The most bytes that a header may have: a limit of the format itself."""
 
 _MOST_DIMENSIONS = 64
-_ATTRIBUTES = "__metadata__"
+ATTRIBUTES = "__metadata__"
 
 TORCH_NAMES = {
     "F64": "float64",
@@ -121,7 +121,7 @@ def build_header(tensors: Sequence[StoredTensor], attributes: Mapping[str, str])
         attributes: Text to keep besides, by name.
     """
     first = tensors[0].begin if tensors else 0
-    entries: dict[str, Any] = {_ATTRIBUTES: dict(attributes)}
+    entries: dict[str, Any] = {ATTRIBUTES: dict(attributes)}
     for key, dtype, shape, begin in tensors:
         start = begin - first
         entries[key] = {
@@ -172,7 +172,7 @@ def parse_header(data: bytes | bytearray, file_nbytes: int, *, path: str) -> Hea
         text = memoryview(data)[LENGTH_NBYTES:]
         entries = msgspec.json.decode(text, type=dict[str, dict[str, Any]])
         refuse_doubles(text)
-        attributes = msgspec.convert(entries.pop(_ATTRIBUTES, {}), dict[str, str])
+        attributes = msgspec.convert(entries.pop(ATTRIBUTES, {}), dict[str, str])
         found = [(key, msgspec.convert(entry, _Entry)) for key, entry in entries.items()]
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _damaged(path, str(error)) from error

@@ -37,9 +37,10 @@ class PreemptionNotice:
         if threading.current_thread() is not threading.main_thread():
             raise UsageError("a manager with when=Preempted() must be made in the main thread")
         self._owner = os.getpid()
+        self._is_closed = False
         self._came = mmap.mmap(-1, 1)  # forked children share it
         self._previous: dict[int, Any] = {}
-        for number in signals:
+        for number in set(signals):  # twice the same would make us our own previous handler
             self._previous[number] = signal.signal(number, self._on_signal)
 
     @property
@@ -48,7 +49,12 @@ class PreemptionNotice:
         return self._came[0] != 0
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
-        previous: Callable[[int, Any], Any] | int | None = self._previous.get(number)
+        previous = self._handler_before(number)
+        if self._is_closed and signal.getsignal(number) == self._on_signal:
+            # It was closed by another thread, which cannot put handlers back.
+            signal.signal(number, previous)
+            os.kill(os.getpid(), number)
+            return
         if os.getpid() != self._owner:
             self._ignore_once(number, previous)
         else:
@@ -56,8 +62,16 @@ class PreemptionNotice:
         if callable(previous) and not is_grace_handler(previous):
             previous(number, frame)
 
-    def _ignore_once(self, number: int, previous: Any) -> None:
-        signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+    def _handler_before(self, number: int) -> Callable[[int, Any], Any] | int:
+        """The handler that the program had before, and not one of another notice that was closed since."""
+        found = self._previous.get(number)
+        other = getattr(found, "__self__", None)
+        if isinstance(other, PreemptionNotice) and other._is_closed:  # noqa: SLF001 - its own class
+            return other._handler_before(number)  # noqa: SLF001
+        return signal.SIG_DFL if found is None else found
+
+    def _ignore_once(self, number: int, previous: Callable[[int, Any], Any] | int) -> None:
+        signal.signal(number, previous)
         give_up_at = time.monotonic() + _PARENT_SECONDS
         while not self.has_come and time.monotonic() < give_up_at:
             time.sleep(0.01)
@@ -66,8 +80,11 @@ class PreemptionNotice:
 
     def close(self) -> None:
         """Put the handlers back that were there before, unless somebody has replaced ours since."""
-        if os.getpid() != self._owner or threading.current_thread() is not threading.main_thread():
+        if os.getpid() != self._owner:
             return
-        for number, previous in self._previous.items():
+        self._is_closed = True
+        if threading.current_thread() is not threading.main_thread():
+            return  # the next signal does it
+        for number in self._previous:
             if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+                signal.signal(number, self._handler_before(number))

@@ -11,7 +11,13 @@ from holdfast._steps.pruning import mark_damaged
 from holdfast._steps.run_root import RunRoot
 from holdfast._steps.step_list import Step
 from holdfast._steps.step_metadata import METRICS, USER, read_user_metadata
-from holdfast.errors import CheckpointException, CheckpointNotFoundError, IntegrityError
+from holdfast.errors import (
+    CheckpointException,
+    CheckpointNotFoundError,
+    IntegrityError,
+    NewerFormatError,
+    UnsafeMetadataError,
+)
 from holdfast.load_result import LoadResult
 from holdfast.state_dict_loader import load
 
@@ -91,7 +97,8 @@ def _agree_on_candidates(
         for step in found:
             if step.is_damaged:
                 logger.warning("%s: step %d is known to be damaged, and not tried", root.place, step.number)
-        return found.usable[::-1]
+        # If all are known to be damaged they are tried again: this is not a first start.
+        return (found.usable or [step for step in found if step.commit])[::-1]
 
     with open_exchange(group["process_group"], purpose="restore", no_dist=group["no_dist"]) as exchange:
         return exchange.share("find the steps", look), exchange.is_coordinator
@@ -104,6 +111,10 @@ def _kept_with(root: RunRoot, step: Step, group: Mapping[str, Any]) -> dict[str,
 
 def _is_of_the_step(error: CheckpointException, options: Mapping[str, Any]) -> bool:
     """Whether another step may do: the load failed because of this one, and the state will not be mixed."""
+    if isinstance(error, NewerFormatError) or (
+        isinstance(error, UnsafeMetadataError) and error.step == "read"
+    ):
+        return False  # it is sound: this program is too old for it, or has not allowed a class
     is_damage = isinstance(error, IntegrityError | CheckpointNotFoundError)
     is_unreadable = isinstance(error, OSError) and error.errno == errno.EIO
     if not is_damage and not is_unreadable:

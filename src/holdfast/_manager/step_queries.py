@@ -8,13 +8,14 @@ from holdfast._steps.policies import Best, StepFacts
 from holdfast._steps.run_root import RunRoot
 from holdfast._steps.step_list import Step, StepList
 from holdfast._steps.step_metadata import METRICS, USER, facts_of
-from holdfast.errors import CheckpointNotFoundError
+from holdfast.errors import CheckpointNotFoundError, UsageError
 
 
 class StepQueries:
     """The half of a manager that looks. Every method works on any one rank, and looks at the root anew."""
 
     _root: RunRoot
+    read_only: bool
 
     def steps(self) -> list[int]:
         """The complete steps in the order of the run, the newest last. Known damage is left out."""
@@ -103,9 +104,16 @@ class StepQueries:
 
         Raises:
             CheckpointNotFoundError: There is no such step.
+            UsageError: The manager is for reading only.
         """
+        self._check_may_write()
         self._root.pin(self._complete(step, self._root.find_steps()).folder)
 
     def unpin(self, step: int) -> None:
-        """Leave a step to the policy again."""
+        """Leave a step to the policy again. Raises as :meth:`pin`."""
+        self._check_may_write()
         self._root.unpin(self._complete(step, self._root.find_steps()).folder)
+
+    def _check_may_write(self) -> None:
+        if self.read_only:
+            raise UsageError(f"{self._root.place}: this manager is for reading only (read_only=True)")

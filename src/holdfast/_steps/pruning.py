@@ -1,8 +1,8 @@
 """Deletes the steps of a run that a policy does not keep.
 
 What is never deleted: the newest step that is complete and has all its files, what is pinned, what is not
-complete, and what is known to be damaged. Before anything is deleted the files of the newest step are
-compared with its metadata: names and sizes, not every byte.
+complete, what is known to be damaged, and folders that are links. Before anything is deleted the files of the
+newest step are compared with its metadata: names and sizes, not every byte.
 """
 
 import logging
@@ -67,7 +67,9 @@ class Pruning:
             usable.pop()
         needs_metrics = any(getattr(part, "needs_metrics", False) for part in policies_in(self.keep))
         metadata = self.root.metadata.of(usable, found.files) if needs_metrics else {}
-        doomed = set(steps_to_delete(self.keep, facts_of(usable, metadata)))
+        # What a link points to is elsewhere, and not ours to delete.
+        links = {step.number for step in usable if self.root.is_link(step.folder)}
+        doomed = set(steps_to_delete(self.keep, facts_of(usable, metadata))) - links
         return PrunePlan(
             found,
             tuple(step for step in usable if step.number not in doomed),

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from holdfast._io.store import ByteStore, FileFacts, FileSource
-from holdfast.errors import CheckpointError
+from holdfast.errors import CheckpointError, MetadataFormatError
 
 logger = logging.getLogger(__name__)
 
@@ -85,14 +85,27 @@ class Abandoned:
 
 
 def read_abandoned(root: FileSource, files: Iterable[str]) -> Abandoned:
-    """What the run has left behind by going back."""
+    """What the run has left behind by going back.
+
+    Raises:
+        MetadataFormatError: The note is damaged. Without it nobody knows which step is the newest, and the
+            newest must not be deleted.
+        OSError: It cannot be read.
+    """
     if ABANDONED not in files:
         return Abandoned()
+    path = f"{root.url}/{ABANDONED}"
     try:
-        return msgspec.convert(read_json(root, ABANDONED), Abandoned)
-    except msgspec.ValidationError as error:
-        logger.warning("%s/%s cannot be read, and is ignored: %s", root.url, ABANDONED, error)
+        return msgspec.json.decode(bytes(root.read(ABANDONED, max_bytes=_MOST_BYTES)), type=Abandoned)
+    except FileNotFoundError:
         return Abandoned()
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MetadataFormatError(
+            f"{path} is damaged ({error}). It says which steps the run left behind when it went back to an "
+            "earlier one. Delete it if the step with the highest number is the newest; otherwise delete the "
+            "steps that were left behind first.",
+            path=path,
+        ) from None
 
 
 def write_abandoned(root: ByteStore, abandoned: Abandoned) -> None:

@@ -21,6 +21,7 @@ from holdfast._steps.root_files import (
 from holdfast._steps.step_list import StepList, describe_steps, find_steps
 from holdfast._steps.step_metadata import StepMetadata
 from holdfast._steps.step_names import StepNames
+from holdfast.errors import UsageError
 
 
 class RunRoot:
@@ -37,10 +38,14 @@ class RunRoot:
         metadata: What was kept with the steps.
 
     Raises:
-        UsageError: No store serves such a place.
+        UsageError: No store serves such a place, or it is an empty text.
     """
 
     def __init__(self, place: str | os.PathLike[str], names: StepNames) -> None:
+        if not os.fspath(place):
+            raise UsageError(
+                "the root of a run must be the path or URL of a folder, and this is an empty text"
+            )
         folder = local_path(place)
         # A run may change its working directory.
         self.place = os.path.abspath(folder) if folder is not None else os.fspath(place).rstrip("/")
@@ -55,6 +60,11 @@ class RunRoot:
     def open_step(self, folder: str) -> ByteStore:
         """The store of a folder."""
         return open_place(self.place_of(folder))
+
+    def is_link(self, folder: str) -> bool:
+        """Whether a folder of the root is a link to one elsewhere."""
+        path = local_path(self.place_of(folder))
+        return path is not None and os.path.islink(path)
 
     def find_steps(self) -> StepList:
         """All steps, by one look at the root."""

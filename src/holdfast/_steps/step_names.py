@@ -11,6 +11,8 @@ from holdfast.errors import UsageError
 
 DEFAULT_NAME = "step-{step}"
 _KNOWN = (DEFAULT_NAME, "checkpoint-{step}", "{step}", "step_{step}", "global_step{step}")
+_SAMPLES = (0, 7, 10, 1234, 10**7, 10**18)
+"""Steps that a form must write as decimal numbers: ``{step:x}``, ``{step:,}`` and ``{step:g}`` do not."""
 _TRAILING_NUMBER = re.compile(r"(.*?)(\d+)")
 
 
@@ -79,14 +81,19 @@ def _problem_of(form: str) -> str | None:
         fields = [field for _, field, _, _ in string.Formatter().parse(form) if field is not None]
         if fields != ["step"]:
             return "it must have {step} once"
-        name = form.format(step=7)
-    except (ValueError, IndexError, KeyError, AttributeError) as error:
+        names = {step: form.format(step=step) for step in _SAMPLES}
+    except (ValueError, IndexError, KeyError, AttributeError, OverflowError) as error:
         return str(error)
+    name = names[7]
+    if "\0" in name:
+        return "a name cannot have a null character"
     if "/" in name or "\\" in name or name.startswith(".") or name[-1:] in {".", " "}:
         return "a step is one folder directly below the root, and not a hidden one"
     before, after = _around(form)
     if before[-1:].isdigit() or after[:1].isdigit():
         return "a digit beside {step} cannot be told from the number"
-    if not re.fullmatch(f"{re.escape(before)}0*7{re.escape(after)}", name):
+    if not all(
+        re.fullmatch(f"{re.escape(before)}0*{step}{re.escape(after)}", names[step]) for step in _SAMPLES
+    ):
         return "the step must be written as a decimal number"
     return None

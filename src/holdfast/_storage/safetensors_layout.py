@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast._format.safetensors import StoredTensor, build_header, knows_dtype, place_tensors
+from holdfast._format.safetensors import ATTRIBUTES, StoredTensor, build_header, knows_dtype, place_tensors
 from holdfast._format.safetensors_checksums import IDENTITY, IDENTITY_DIGITS
 from holdfast._format.safetensors_index import (
     INDEX,
@@ -47,11 +47,19 @@ class ExportOptions:
 
     def new_name(self, key: str) -> str:
         """What a key is called in the files."""
-        if self.rename is None:
-            return key
-        name = self.rename(key) if callable(self.rename) else self.rename.get(key, key)
-        if not name or name == "__metadata__":
-            raise UsageError(f"{key}: rename gave {name!r}, which cannot be the name of a tensor", key=key)
+        name = key
+        if self.rename is not None:
+            name = self.rename(key) if callable(self.rename) else self.rename.get(key, key)
+            if not name:
+                raise UsageError(
+                    f"{key}: rename gave {name!r}, which cannot be the name of a tensor", key=key
+                )
+        if name == ATTRIBUTES:
+            raise UsageError(
+                f"{key}: {name!r} cannot be the name of a tensor in safetensors files, which keep their "
+                "own notes under it. Rename it, or leave it out.",
+                key=key,
+            )
         return name
 
     def stored_dtype(self, dtype: torch.dtype) -> torch.dtype:

@@ -1,0 +1,177 @@
+"""A manager that is used in unusual ways: nothing is lost, and the error says why."""
+
+import dataclasses
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.checkpoints import data_file, read_manifest, write_manifest
+
+import holdfast as hf
+from holdfast.errors import (
+    MetadataFormatError,
+    NewerFormatError,
+    TruncatedFileError,
+    UnsafeMetadataError,
+    UsageError,
+)
+from holdfast.manager import CheckpointManager, EverySteps, Last, Preempted
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"w": torch.full((10,), float(step)), "n": step}
+
+
+@dataclasses.dataclass
+class Config:
+    size: int
+
+
+def test_a_class_that_is_not_allowed_is_no_damage(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, {"config": Config(step)})
+    state = {"config": Config(0)}
+    with pytest.raises(UnsafeMetadataError, match="safe_globals"):
+        CheckpointManager(tmp_path).restore(state)
+    restored = CheckpointManager(tmp_path).restore(state, safe_globals=[Config])
+    assert restored is not None
+    assert (restored.step, state["config"].size) == (2, 2)
+
+
+def test_a_step_of_a_newer_version_is_neither_damaged_nor_passed_over(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state_of(1))
+        manager.save(2, state_of(2))
+    manifest = read_manifest(tmp_path / "step-2")
+    manifest.version = (2, 0)
+    write_manifest(tmp_path / "step-2", manifest)
+    for _ in range(2):
+        with pytest.raises(NewerFormatError, match="Update holdfast"):
+            manager.restore(state_of(0))
+    assert manager.steps() == [1, 2]
+
+
+def test_a_run_of_which_all_steps_are_damaged_is_never_taken_for_a_first_start(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state_of(1))
+        data = data_file(tmp_path / "step-1")
+        whole = data.read_bytes()
+        data.write_bytes(whole[:100])
+    for _ in range(2):
+        with pytest.raises(TruncatedFileError):
+            CheckpointManager(tmp_path).restore(state_of(0))
+    data.write_bytes(whole)
+    restored = CheckpointManager(tmp_path).restore(state_of(0))
+    assert restored is not None
+    assert manager.steps() == [1]
+
+
+@pytest.mark.parametrize(
+    "form", ["{step:x}", "{step:o}", "{step:,}", "{step:_}", "{step:g}", "{step:c}", "\0{step}"]
+)
+def test_a_name_from_which_the_step_cannot_be_found_again_is_refused(tmp_path: Path, form: str) -> None:
+    with pytest.raises(UsageError, match="name="):
+        CheckpointManager(tmp_path, name=form)
+
+
+def test_an_empty_root_is_refused() -> None:
+    with pytest.raises(UsageError, match="empty"):
+        CheckpointManager("")
+
+
+@pytest.mark.parametrize("value", ["high", None, torch.ones(3), 10**400])
+def test_a_metric_that_is_no_number_is_refused_before_anything_is_changed(tmp_path: Path, value: Any) -> None:
+    with CheckpointManager(tmp_path, keep=Last(1), when=EverySteps(1)) as manager:
+        manager.save(2, state_of(2))
+        for step in (1, 3):
+            with pytest.raises(UsageError, match="'loss' is not a number"):
+                manager.save(step, state_of(step), metrics={"loss": value})
+        assert manager.should_save(3)
+        manager.save(3, state_of(3))
+        manager.save(4, state_of(4))
+    assert manager.steps() == [4]
+
+
+def test_a_manager_for_reading_pins_nothing(tmp_path: Path) -> None:
+    CheckpointManager(tmp_path).save(1, state_of(1))
+    evaluator = CheckpointManager(tmp_path, read_only=True)
+    for change in (evaluator.pin, evaluator.unpin):
+        with pytest.raises(UsageError, match="for reading only"):
+            change(1)
+    assert os.listdir(tmp_path) == ["step-1"]
+
+
+def test_a_step_that_is_a_link_is_not_deleted(tmp_path: Path) -> None:
+    hf.save(state_of(1), checkpoint_id=tmp_path / "elsewhere")
+    before = sorted(os.listdir(tmp_path / "elsewhere"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/step-1").symlink_to(tmp_path / "elsewhere")
+    with CheckpointManager(tmp_path / "run", keep=Last(1)) as manager:
+        manager.save(2, state_of(2))
+        manager.save(3, state_of(3))
+    assert manager.steps() == [1, 3]
+    assert sorted(os.listdir(tmp_path / "elsewhere")) == before
+
+
+def test_a_run_that_goes_back_leaves_a_save_behind_that_is_still_running(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, keep=Last(1)) as manager:
+        manager.save(10, state_of(10))
+        manager.async_save(30, {"w": torch.zeros(4 << 20), "n": 30})
+        manager.save(20, state_of(20))
+        assert manager.latest() == 20
+    assert CheckpointManager(tmp_path).steps() == [20]
+
+
+def test_nothing_is_deleted_while_nobody_knows_which_step_is_the_newest(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        for step in (10, 20, 30, 11):
+            manager.save(step, state_of(step))
+    (tmp_path / ".holdfast-abandoned.json").write_bytes(b'{"steps": {"step-2')
+    for act in (manager.latest, manager.prune):
+        with pytest.raises(MetadataFormatError, match="went back"):
+            act()
+    with pytest.raises(MetadataFormatError, match="Delete it if"):
+        CheckpointManager(tmp_path, keep=Last(1))
+    assert {"step-10", "step-11", "step-20", "step-30"} <= set(os.listdir(tmp_path))
+
+
+def test_a_signal_that_is_named_twice_is_noticed_once(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    twice = Preempted((signal.SIGUSR1, signal.SIGUSR1)) | Preempted((signal.SIGUSR1,))
+    with CheckpointManager(tmp_path, when=twice) as manager:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert manager.should_save(1)
+        assert manager.should_stop
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def _in_a_thread(close: Callable[[], None]) -> None:
+    thread = threading.Thread(target=close)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("call", [lambda close: close(), _in_a_thread], ids=["main thread", "other thread"])
+def test_signals_reach_the_program_again_in_whatever_order_managers_are_closed(
+    tmp_path: Path, call: Callable[[Callable[[], None]], None]
+) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        first = CheckpointManager(tmp_path / "a", when=Preempted((signal.SIGUSR1,)))
+        second = CheckpointManager(tmp_path / "b", when=Preempted((signal.SIGUSR1,)))
+        call(first.close)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert second.should_save(1)
+        call(second.close)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert heard == [signal.SIGUSR1, signal.SIGUSR1]
+        assert "holdfast" not in str(getattr(signal.getsignal(signal.SIGUSR1), "__module__", ""))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
