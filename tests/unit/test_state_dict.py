@@ -590,6 +590,24 @@ def test_methods_can_be_patched() -> None:
     assert_same(dict(get_optimizer_state_dict(shell, optimizer)["state"]), dict(state["state"]))
 
 
+@pytest.mark.parametrize("helpers", [ours, torchs], ids=["ours", "torch's"])
+def test_patched_models_and_optimizers_are_saved_and_loaded(helpers: Any, tmp_path: Path) -> None:
+    def patched(seed: int) -> tuple[Any, torch.optim.Optimizer]:
+        model = make_model(seed=seed)
+        optimizer = torch.optim.Adam(model.parameters())
+        helpers._patch_model_state_dict(model)
+        helpers._patch_optimizer_state_dict(model, optimizers=optimizer)
+        return model, optimizer
+
+    model, optimizer = patched(0)
+    step_with_ones(optimizer)
+    holdfast.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path)
+    other, fresh = patched(1)
+    holdfast.load({"model": other, "optimizer": fresh}, checkpoint_id=tmp_path)
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    assert_same(dict(fresh.state_dict()["state"]), dict(optimizer.state_dict()["state"]))
+
+
 def test_shapes_that_differ_are_reported_and_options_must_fit() -> None:
     model = make_model()
     with pytest.raises(RuntimeError, match=r"size mismatch for 3.bias"):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from holdfast._engine.flat_optimizer_room import FlatRoom
+from holdfast._engine.optimizer_groups import listed_groups
 from holdfast._engine.optimizer_state_room import NamedRoom, ObjectRoom, PlainRoom
 from holdfast._engine.stateful_objects import OpenedState, entries_of
 from holdfast._parameter_states import ParameterStates
@@ -44,11 +45,13 @@ class OptimizerRooms:
         groups = node.get("param_groups") if isinstance(node, dict) else None
         if isinstance(groups, list | dict):
             states = node.get("state")
-            if isinstance(owner, torch.optim.Optimizer) and isinstance(states, dict):
-                self._rooms.append(ObjectRoom(path, node, owner, self._modules, self._allow_partial))
-                return
+            # First, because an optimizer's own state_dict() may have been replaced by one with names.
             if isinstance(states, ParameterStates):
                 self._rooms.append(NamedRoom(path, node))
+                return
+            if isinstance(owner, torch.optim.Optimizer) and isinstance(states, dict):
+                if not _has_names(groups):
+                    self._rooms.append(ObjectRoom(path, node, owner, self._modules, self._allow_partial))
                 return
             if states == {} and _has_numbers(groups):
                 self._rooms.append(PlainRoom(path, node))
@@ -98,6 +101,16 @@ class OptimizerRooms:
         """After a load that failed: take the room away again."""
         for room in self._rooms:
             room.undo()
+
+
+def _has_names(groups: Any) -> bool:
+    """Whether groups have parameters by name, as torch's helpers make it: these have made room already."""
+    return any(
+        isinstance(name, str)
+        for group in listed_groups(groups)
+        if isinstance(group, Mapping)
+        for name in group.get("params", ())
+    )
 
 
 def _has_numbers(groups: Any) -> bool:
