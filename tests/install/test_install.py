@@ -322,7 +322,8 @@ def test_uninstall_leaves_nothing_changed() -> None:
         f"{name}.{attribute}"
         for name, attributes in before.items()
         for attribute, value in attributes.items()
-        if after[name].get(attribute) is not value
+        # Numbers are counters of other packages, such as times of garbage collections.
+        if after[name].get(attribute) is not value and not isinstance(value, int | float)
     ]
     assert not changed
     assert not holdfast.installed().active
