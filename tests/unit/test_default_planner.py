@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.stock_torch import IS_NEWEST
 
 import holdfast as hf
 from holdfast.default_planner import (
@@ -249,6 +250,16 @@ def test_a_cast_within_a_kind_warns_once_with_all_keys(tmp_path: Path) -> None:
     assert "c from" not in message
     assert state["a"].tolist() == [1.5] * 3
     assert state["b"].tolist() == [1, 1]
+
+
+@pytest.mark.skipif(not IS_NEWEST, reason="this torch cannot copy 4-bit numbers, or has none")
+@pytest.mark.parametrize("cast", [None, True, False])
+def test_numbers_of_four_bits_are_never_cast(tmp_path: Path, cast: bool | None) -> None:
+    hf.save({"x": torch.zeros(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, checkpoint_id=tmp_path)
+    state = {"x": torch.ones(8, dtype=torch.float16)}
+    with pytest.raises(DtypeMismatchError, match="torch cannot cast them"):
+        hf.load(state, checkpoint_id=tmp_path, cast=cast)
+    assert torch.equal(state["x"], torch.ones(8, dtype=torch.float16))
 
 
 def test_cast_true_is_silent_and_cast_false_raises(tmp_path: Path) -> None:

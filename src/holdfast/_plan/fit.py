@@ -25,6 +25,8 @@ from holdfast.per_rank import KEPT
 logger = logging.getLogger(__name__)
 _MOST_NAMED = 20
 _MOST_EXAMPLES = 3
+_FLOAT4 = vars(torch).get("float4_e2m1fn_x2")
+"""Two numbers in a byte: torch cannot cast them. Older torch does not have them."""
 _NUMBER_OF_RANK = re.compile(r"(?<=rank)[-_.]?\d+")
 
 
@@ -175,7 +177,15 @@ def check_dtype(
     narrowed: list[str],
 ) -> None:
     """Report a dtype that may not be cast; note one whose cast may change values, for a warning."""
-    if dtype == wanted or cast is True:
+    if dtype == wanted:
+        return
+    if _FLOAT4 is not None and _FLOAT4 in (dtype, wanted):
+        problem = (
+            f"the checkpoint has {dtype}, the state {wanted}, and torch cannot cast them; load into {dtype}"
+        )
+        report.add("dtype", key, problem)
+        return
+    if cast is True:
         return
     if cast is False or _kind(dtype) != _kind(wanted):
         problem = f"the checkpoint has {dtype}, the state {wanted}; pass cast=True to cast it"
