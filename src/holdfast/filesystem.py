@@ -147,7 +147,7 @@ class FileSystemWriter(_OfFileSystem, StoreWriter, BlockingAsyncStager):
             sync_files=sync_files,
             thread_count=thread_count,
             overwrite=overwrite,
-            extensions=_extensions or (),
+            extensions=tuple(_extensions or ()),
             torch_compatible=torch_compatible,
             memory_budget=memory_budget,
         )
@@ -196,7 +196,7 @@ class FileSystemReader(_OfFileSystem, StoreReader):
         StoreReader.__init__(
             self,
             None,
-            registry=_extension_registry,
+            registry=_extension_registry or ExtensionRegistry(),
             thread_count=thread_count,
             memory_budget=memory_budget,
             verify=verify,

@@ -103,7 +103,7 @@ class ObjectStoreWriter(_OfBucket, StoreWriter, BlockingAsyncStager):
             single_file_per_rank=single_file_per_rank,
             thread_count=thread_count,
             overwrite=overwrite,
-            extensions=_extensions or (),
+            extensions=tuple(_extensions or ()),
             torch_compatible=torch_compatible,
             memory_budget=memory_budget,
             spread_names=spread_names,
@@ -146,7 +146,7 @@ class ObjectStoreReader(_OfBucket, StoreReader):
         StoreReader.__init__(
             self,
             self._open(url, options, client_options, retry, credential_provider),
-            registry=_extension_registry,
+            registry=_extension_registry or ExtensionRegistry(),
             thread_count=thread_count,
             memory_budget=memory_budget,
             verify=verify,

@@ -6,6 +6,7 @@ checkpoint fits the state, and ``reshard`` finds which boxes of which chunks fil
 
 import io
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -28,6 +29,7 @@ from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex
 from holdfast.planner import LoadPlan, LoadPlanner, ReadItem
 
 
+@dataclass(eq=False, repr=False)
 class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
     """Loads into any nested state, in place, whatever layout the checkpoint has.
 
@@ -52,38 +54,26 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
         safe_globals: Classes and functions that objects of the checkpoint may use besides the usual ones.
     """
 
-    original_state_dict: dict[str, Any]
-    mappings: dict[str, Any]
     resolvers = MappingProxyType(
         {"resolve_tensor": ("resolve_tensor", "commit_tensor", "lookup_tensor", "transform_tensor")}
     )
+    flatten_state_dict: bool = True
+    flatten_sharded_tensors: bool = True
+    allow_partial_load: bool = False
+    _: KW_ONLY
+    strict: bool | None = None
+    cast: bool | None = None
+    ignore_mismatched_sizes: bool = False
+    device: torch.device | str | int | None = None
+    allow_pickle: bool = False
+    safe_globals: Iterable[Callable[..., Any] | type] = ()
+    original_state_dict: dict[str, Any] = field(init=False, default_factory=dict)
+    mappings: dict[str, Any] = field(init=False, default_factory=dict)
+    _slots: dict[str, Slot] = field(init=False, default_factory=dict)
+    _layouts: LayoutTable = field(init=False, default_factory=LayoutTable)
 
-    def __init__(
-        self,
-        flatten_state_dict: bool = True,
-        flatten_sharded_tensors: bool = True,
-        allow_partial_load: bool = False,
-        *,
-        strict: bool | None = None,
-        cast: bool | None = None,
-        ignore_mismatched_sizes: bool = False,
-        device: torch.device | str | int | None = None,
-        allow_pickle: bool = False,
-        safe_globals: Iterable[Callable[..., Any] | type] = (),
-    ) -> None:
-        self.flatten_state_dict = flatten_state_dict
-        self.flatten_sharded_tensors = flatten_sharded_tensors
-        self.allow_partial_load = allow_partial_load
-        self.strict = strict
-        self.cast = cast
-        self.ignore_mismatched_sizes = ignore_mismatched_sizes
-        self.device = device
-        self.allow_pickle = allow_pickle
-        self.safe_globals = tuple(safe_globals)
-        self.original_state_dict = {}
-        self.mappings = {}
-        self._slots: dict[str, Slot] = {}
-        self._layouts = LayoutTable()
+    def __post_init__(self) -> None:
+        self.safe_globals = tuple(self.safe_globals)
 
     def set_up_planner(
         self,
@@ -172,7 +162,7 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
         key = read_item.dest_index.fqn  # torch's record has the same
         self.put(
             key,
-            decode_object(key, value, allow_pickle=self.allow_pickle, safe_globals=self.safe_globals),
+            decode_object(key, value, allow_pickle=self.allow_pickle, safe_globals=tuple(self.safe_globals)),
         )
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
