@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast._engine.saved_by_rank import Path, find, flat
+from holdfast._contents.nested_state import Path
+from holdfast._engine.saved_by_rank import find
 from holdfast._format.description import Directory
-from holdfast._plan.flatten import Structure, containers_of
+from holdfast._plan.flatten import Structure, containers_of, flat_key, paths_of
 from holdfast._plan.kept_values import name_some
 from holdfast._plan.metadata_entries import MetadataEntries
 from holdfast._plan.read_columns import stored_keys_of
@@ -141,9 +142,7 @@ class _KeptForRanks:
     def __init__(self, metadata: Metadata) -> None:
         self._every = metadata.state_dict_metadata
         self._planner_data = metadata.planner_data
-        self._paths: dict[str, Path] = (
-            metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-        )
+        self._paths = paths_of(metadata.planner_data)
         found = {
             key: told for key in self._every if key.startswith(KEPT) and (told := kept_key(key)) is not None
         }
@@ -153,7 +152,7 @@ class _KeptForRanks:
         self.containers = {
             path: told
             for path in containers_of(metadata.planner_data)
-            if path and str(path[0]).startswith(KEPT) and (told := kept_key(flat(path))) is not None
+            if path and str(path[0]).startswith(KEPT) and (told := kept_key(flat_key(path))) is not None
         }
 
     @property

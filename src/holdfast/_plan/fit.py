@@ -10,6 +10,7 @@ import torch
 from holdfast._format.description import OBJECT
 from holdfast._plan.container_fit import ContainerFit
 from holdfast._plan.fit_report import FitReport
+from holdfast._plan.flatten import paths_of
 from holdfast._plan.load_coverage import is_of_another_rank, own_places
 from holdfast._plan.metadata_entries import description_of, directory_of, dtypes_of, is_one_whole_chunk
 from holdfast._plan.read_columns import ReadColumns
@@ -235,7 +236,7 @@ def _warn_of_forgotten(unexpected: list[str], state: dict[str, Any], metadata: M
         return
     # A program that loads only its model from a checkpoint of model and optimizer means it. A key below
     # a container that is being loaded was more likely forgotten: a momentum buffer, a buffer of a module.
-    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    paths = paths_of(metadata.planner_data)
     roots = {_root(key, paths) for key in state}
     forgotten = [key for key in unexpected if _root(key, paths) in roots and len(paths.get(key, ())) > 1]
     # Programs keep values of each rank under names such as ``dp_rank_1``, and each rank loads its own.

@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Any
 
 from holdfast._contents.nested_state import Container, Path
-from holdfast._plan.flatten import Structure, container_kinds, containers_of
+from holdfast._plan.flatten import Structure, container_kinds, containers_of, flat_key
 from holdfast._tensors.chunks import is_tensor
 from holdfast._tensors.tensor_fingerprint import SMALL
 from holdfast.errors import UsageError
@@ -122,10 +122,10 @@ def rename_kept(
     moved: dict[Path, Container] = {}
     if not names.keys() <= state.keys():
         for path, kind in container_kinds(paths).items():
-            if (key := ".".join(map(str, path))) in names and key not in state:
+            if (key := flat_key(path)) in names and key not in state:
                 moved[path] = known.get(path, Container(kind, len(renamed)))
     structure.containers = {
-        (names[".".join(map(str, path))].partition(".")[0], *path) if path in moved else path: container
+        (names[flat_key(path)].partition(".")[0], *path) if path in moved else path: container
         for path, container in (known | moved).items()
     }
     return renamed, structure
