@@ -9,8 +9,8 @@ from typing import Any
 from holdfast._contents.nested_state import Path
 from holdfast._engine.saved_by_rank import find
 from holdfast._format.description import Directory
+from holdfast._human_units import some_of
 from holdfast._plan.flatten import Structure, containers_of, flat_key, paths_of
-from holdfast._plan.kept_values import name_some
 from holdfast._plan.metadata_entries import MetadataEntries
 from holdfast._plan.read_columns import stored_keys_of
 from holdfast._storage.item_places import ItemPlaces, StorageData, places_of
@@ -74,7 +74,7 @@ def warn_of_shared(ranks: Sequence[Mapping[str, int]], world_size: int) -> None:
     saved_by = max(keys.values())
     why = f"{world_size} load" if saved_by != world_size else "they are loaded into sharded tensors"
     warn_user(
-        f"each rank now has rank 0's value of {name_some(keys)}: {saved_by} ranks saved different ones, and "
+        f"each rank now has rank 0's value of {some_of(keys, 5)}: {saved_by} ranks saved different ones, and "
         f"{why}. Random states among them give the same numbers on every rank. PerRank(value, resize=rule) "
         "gives each rank its own."
     )

@@ -11,7 +11,7 @@ from holdfast._contents.nested_state import Path
 from holdfast._engine.ports import LoadPlannerPort
 from holdfast._engine.saved_by_rank import find
 from holdfast._engine.state_walk import StateWalk
-from holdfast._plan.fit import check_dtype, warn_of_casts
+from holdfast._plan.dtype_fit import DtypeFit
 from holdfast._plan.fit_report import FitReport
 from holdfast._plan.flatten import containers_of, flat_key
 from holdfast._plan.stored_tree import stored_subclasses
@@ -132,7 +132,7 @@ class LoadParts:
 
     def _check(self, report: FitReport) -> None:
         wanted: dict[str, About] = {}
-        narrowed: list[str] = []
+        dtypes = DtypeFit(report, self._planner.cast)
         for opened in self._opened.values():
             _note(opened.key, opened.parts, wanted)
             if self._planner.allows_partial or self._planner.ignores_shapes:
@@ -149,7 +149,7 @@ class LoadParts:
                 if reason := why_other(about, wanted[key]):
                     report.add("kind", key, reason)
                 if about["dtype"] != wanted[key]["dtype"]:
-                    self._check_dtype(key, about["dtype"], wanted[key]["dtype"], report, narrowed)
+                    _check_dtype(key, about["dtype"], wanted[key]["dtype"], dtypes)
             elif isinstance(here := find(self.state, path), torch.Tensor) or here is None:
                 name = TensorParts(about=about).class_name
                 report.add(
@@ -159,7 +159,7 @@ class LoadParts:
                     "them into a tensor of that class, or into a dict",
                 )
         report.raise_if_any()
-        warn_of_casts(narrowed)
+        dtypes.warn()
 
     def _check_parts(self, key: str, parts: TensorParts, report: FitReport) -> None:
         """Report a tensor of which the planner would load some parts, and leave others as they are."""
@@ -174,14 +174,6 @@ class LoadParts:
                 sizes = f"shape {tuple(entry.size)}, the state {tuple(global_shape(part))}"
                 report.add("shape", name, f"Size mismatch: the checkpoint has {sizes}, in a part of a tensor")
 
-    def _check_dtype(self, key: str, found: str, wanted: str, report: FitReport, narrowed: list[str]) -> None:
-        try:
-            dtype = torch_constant(found)
-        except TypeError as error:
-            report.add("dtype", key, str(error))
-        else:
-            check_dtype(key, dtype, torch_constant(wanted), self._planner.cast, report, narrowed)
-
     def finish(self) -> None:
         """After the load: put what was loaded where it belongs, and tensors where their parts stood."""
         self._walk.put_back(lambda _, value: self._loaded(value))
@@ -191,6 +183,15 @@ class LoadParts:
         if opened is None:
             return value
         return put_together(opened.tensor, opened.parts) if opened.is_held else opened.tensor
+
+
+def _check_dtype(key: str, stored: str, wanted: str, dtypes: DtypeFit) -> None:
+    try:
+        dtype = torch_constant(stored)
+    except TypeError as error:
+        dtypes.report.add("dtype", key, str(error))
+    else:
+        dtypes.check(key, dtype, torch_constant(wanted))
 
 
 def _note(key: str, parts: TensorParts, wanted: dict[str, About]) -> None:

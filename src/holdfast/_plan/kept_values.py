@@ -1,8 +1,7 @@
 """Small values that differ between ranks and are kept for each: how many may be, and what they are called."""
 
 import pickle
-from collections.abc import Collection, Mapping
-from itertools import islice
+from collections.abc import Mapping
 from typing import Any
 
 from holdfast._contents.nested_state import Container, Path
@@ -29,9 +28,6 @@ metadata, which a load sends to every rank: 24 MB at most. 1000 statistics on 40
 """
 
 
-_MOST_NAMED = 5
-
-
 class _TooLargeError(Exception):
     pass
 
@@ -46,12 +42,6 @@ class _Counter:
         self.nbytes += memoryview(data).nbytes
         if self.nbytes > LARGEST_OBJECT:
             raise _TooLargeError
-
-
-def name_some(keys: Collection[str]) -> str:
-    """A few keys for a warning, and how many more there are."""
-    more = f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
-    return ", ".join(islice(keys, _MOST_NAMED)) + more
 
 
 def refuse_reserved(state: Mapping[Any, Any]) -> None:

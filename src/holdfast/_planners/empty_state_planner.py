@@ -7,6 +7,7 @@ import torch
 
 from holdfast._contents.nested_state import Container, Path
 from holdfast._format.item_table import StorageInfo
+from holdfast._human_units import some_of
 from holdfast._plan.flatten import containers_of, flat_key, paths_of, unflatten
 from holdfast._planners.load_planner import DefaultLoadPlanner
 from holdfast._torch_compat import to_ours
@@ -57,7 +58,7 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         }
         state_dict.update(unflatten(leaves, paths, self._wanted_containers(leaves, paths)))
         if self.keys and not state_dict:
-            names = ", ".join(sorted(self.keys)[:20])
+            names = some_of(sorted(self.keys), 20)
             raise MissingKeyError(
                 f"the checkpoint has none of the keys asked for: {names}", key=min(self.keys)
             )

@@ -211,7 +211,7 @@ def create_default_local_load_plan(
         refuse_unexpected=refuse_unexpected,
         cast=cast,
         ignore_mismatched_sizes=ignore_mismatched_sizes,
-        paths=paths,
+        paths=paths or {},
     )
     return LoadPlan(ReadItems(columns))
 

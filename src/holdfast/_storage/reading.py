@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from holdfast._collector import paused_collector
 from holdfast._format.names import METADATA, metadata_name, metadata_rank
+from holdfast._human_units import some_of
 from holdfast._io import pool
 from holdfast._io.pool import Budget, Cancellation
 from holdfast._io.progress import ProgressTracker
@@ -208,9 +209,8 @@ def _say_what_changed(error: BaseException, touched: list[str], may_change: Call
     if not keys:
         note = "nothing was changed here by this load"
     else:
-        more = f" and {len(keys) - 10} more" if len(keys) > 10 else ""
         count = "1 value" if len(keys) == 1 else f"{len(keys)} values"
-        note = f"the load had begun, and may have changed {count}: {', '.join(keys[:10])}{more}"
+        note = f"the load had begun, and may have changed {count}: {some_of(keys, 10)}"
     if sys.version_info >= (3, 11):
         error.add_note(note)
     elif error.args and isinstance(error.args[0], str):
