@@ -301,10 +301,8 @@ def async_save(
             peer_timeout=peer_timeout,
         )
         until_handed_over.push(exchange)
-        scope = running_saves.scope(exchange, process_group)
         keys |= stager_keys(stager, shared=in_process)
-        group = process_group or _whole_group()
-        running = RunningSave(place, keys, scope, scope.begin(), group, exchange.rank)
+        running = running_saves.begin(place, keys, exchange, process_group)
         waited = running_saves.begin_after(running, exchange, when_busy)
         if waited is None:
             return _skipped(running)
@@ -319,9 +317,7 @@ def async_save(
         planner_port = adapt_save_planner(choose_save_planner(planner, check_replicas=check_replicas))
         recorder.clock.enter("stage")
         # The parts of subclasses are copied as memory; the tensors themselves would be as objects.
-        copy = take_copy(
-            stager, open_subclasses(opened) if planner_port.flattens else opened, shared=in_process
-        )
+        copy = take_copy(stager, open_subclasses(opened, planner_port), shared=in_process)
         until_handed_over.callback(copy.release)
         future = SaveFuture(running, waited=waited)
         SaveThread(
@@ -357,7 +353,3 @@ def _skipped(running: RunningSave) -> SaveFuture:
     future.staged.set_result(None)
     future.set_result(None)
     return future
-
-
-def _whole_group() -> dist.ProcessGroup | None:
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None

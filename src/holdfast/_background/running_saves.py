@@ -70,6 +70,15 @@ class RunningSaves:
         with self._lock:
             return self._scopes.setdefault(group or dist.group.WORLD, Scope())
 
+    def begin(
+        self, place: str, keys: frozenset[Hashable], exchange: Exchange, group: dist.ProcessGroup | None
+    ) -> RunningSave:
+        """The state of a new save; all ranks that save together must begin it."""
+        scope = self.scope(exchange, group)
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        return RunningSave(place, keys, scope, scope.begin(), group, exchange.rank)
+
     def add(self, save: RunningSave) -> None:
         """Add a save that begins."""
         with self._lock:

@@ -152,7 +152,7 @@ class _SaveSteps:
         planner, exchange = self._planner, self._exchange
         state = split_by_rank(self._state_dict, planner, rank=exchange.rank, world_size=exchange.group_size)
         planner.set_up(
-            state_dict=open_subclasses(state) if planner.flattens else state,
+            state_dict=open_subclasses(state, planner),
             storage_meta=self._writer.plugin.storage_meta(),
             is_coordinator=exchange.is_coordinator,
         )

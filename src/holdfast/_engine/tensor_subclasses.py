@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast._contents.nested_state import Path
-from holdfast._engine.ports import LoadPlannerPort
+from holdfast._engine.ports import LoadPlannerPort, SavePlannerPort
 from holdfast._engine.saved_by_rank import find
 from holdfast._engine.state_walk import StateWalk
 from holdfast._plan.dtype_fit import DtypeFit
@@ -30,10 +30,11 @@ from holdfast._tensors.tensor_parts import (
 from holdfast.metadata import Metadata, TensorStorageMetadata
 
 
-def open_subclasses(state: dict[str, Any]) -> dict[str, Any]:
+def open_subclasses(state: dict[str, Any], planner: SavePlannerPort) -> dict[str, Any]:
     """The state to save: each tensor that is made of others replaced by its parts.
 
-    The state itself where there is none. Leaves, and containers without such a tensor, are shared with it.
+    The state itself where there is none, or if the planner does not give each part a key of its own. Leaves,
+    and containers without such a tensor, are shared with it.
 
     Raises:
         PlanError: A tensor cannot be stored as its parts.
@@ -42,7 +43,7 @@ def open_subclasses(state: dict[str, Any]) -> dict[str, Any]:
     def replace(value: torch.Tensor, path: Path) -> Any:
         return take_apart(value, flat_key(path)) if is_made_of_parts(value) else value
 
-    return _walk(replace, all_dtensors=False).start(state)
+    return _walk(replace, all_dtensors=False).start(state) if planner.flattens else state
 
 
 def _walk(replace: Callable[[torch.Tensor, Path], Any], *, all_dtensors: bool) -> StateWalk:
