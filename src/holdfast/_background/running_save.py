@@ -157,4 +157,4 @@ class RunningSave(SaveCancellation):
     def progress(self) -> Progress:
         """How far it is."""
         elsewhere = self._elsewhere
-        return self.tracker.progress(None if elsewhere is None else elsewhere.progress()[0])
+        return self.tracker.progress(None if elsewhere is None else elsewhere.nbytes_done)

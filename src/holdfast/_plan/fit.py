@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from holdfast._plan.fit_report import FitReport
 from holdfast._plan.flatten import paths_of
 from holdfast._plan.load_coverage import is_of_another_rank, own_places
 from holdfast._plan.metadata_entries import description_of, directory_of, dtypes_of, is_one_whole_chunk
-from holdfast._plan.read_columns import ReadColumns
+from holdfast._plan.read_columns import ReadColumns, ReadItems
 from holdfast._plan.reshard import Resharding
 from holdfast._tensors.checkpointable import describes_itself
 from holdfast._tensors.chunks import dtype_of, global_shape, is_tensor, local_parts, refuse_undescribable
@@ -23,6 +24,7 @@ from holdfast._tensors.layout_table import LayoutTable
 from holdfast.errors import PlanError
 from holdfast.metadata import Metadata
 from holdfast.per_rank import KEPT
+from holdfast.planner import LoadPlan
 
 logger = logging.getLogger(__name__)
 _MOST_NAMED = 20
@@ -35,15 +37,22 @@ def plan_load(
     metadata: Metadata,
     *,
     allow_missing: bool,
-    refuse_unexpected: bool | None,
-    cast: bool | None,
-    ignore_mismatched_sizes: bool,
-    paths: Mapping[str, Any],
-) -> ReadColumns:
-    """What is to be read to fill a flat state, once it is known that everything fits.
+    refuse_unexpected: bool | None = False,
+    cast: bool | None = None,
+    ignore_mismatched_sizes: bool = False,
+    paths: Mapping[str, Any] = MappingProxyType({}),
+) -> LoadPlan:
+    """What one rank must read to fill a flat state, once it is known that everything fits.
 
-    ``paths`` is the structure of the state, empty if it was not nested. The others say how closely it must
-    fit; see ``DefaultLoadPlanner`` for their meanings.
+    Args:
+        state: The flat state.
+        metadata: The checkpoint's metadata.
+        allow_missing: As ``allow_partial_load`` of ``DefaultLoadPlanner``.
+        refuse_unexpected: As ``strict`` of ``DefaultLoadPlanner``.
+        cast: As for ``DefaultLoadPlanner``.
+        ignore_mismatched_sizes: As for ``DefaultLoadPlanner``.
+        paths: The structure of the flat state, if it was nested: with it, values in the place of containers
+            are found, and the reverse.
 
     Raises:
         PlanError: Something does not fit; it lists everything that does not, over all keys.
@@ -79,7 +88,7 @@ def plan_load(
             *(len(mismatched), some_of(mismatched, _MOST_NAMED, "; ")),
         )
     dtypes.warn()
-    return columns
+    return LoadPlan(ReadItems(columns))
 
 
 def _take_whole(
