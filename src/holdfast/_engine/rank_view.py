@@ -11,7 +11,7 @@ from holdfast._engine.saved_by_rank import find
 from holdfast._format.description import Directory
 from holdfast._human_units import some_of
 from holdfast._plan.flatten import Structure, containers_of, flat_key, paths_of
-from holdfast._plan.metadata_entries import MetadataEntries
+from holdfast._plan.metadata_entries import MetadataEntries, unchanged_entries
 from holdfast._plan.read_columns import stored_keys_of
 from holdfast._storage.item_places import ItemPlaces, StorageData, places_of
 from holdfast._tensors.chunks import is_sharded
@@ -109,19 +109,14 @@ def view_of_rank(metadata: Metadata, *, rank: int, world_size: int, state: Mappi
     hidden = {key for key in kept.keys if key.partition(".")[0] not in asked}
     hidden.update(key for key in here.shadowed() if key not in own)
     planner_data = here.seen_structure(own, hidden, asked)
-    places = places_of(metadata)
-    if (
-        isinstance(every, MetadataEntries)
-        and not every.is_open
-        and places
-        and places.directory is every.directory
-    ):
-        numbers = every.directory.numbers
+    places, known = places_of(metadata), unchanged_entries(metadata)
+    if known is not None and places is not None and places.directory is known.directory:
+        numbers = known.directory.numbers
         visible = {key: numbers[own.get(key, key)] for key in [*numbers, *own] if key not in hidden}
-        directory = Directory(every.columns, visible)
+        directory = Directory(known.columns, visible)
         seen = dataclasses.replace(
             metadata,
-            state_dict_metadata=MetadataEntries(every.columns, directory=directory),
+            state_dict_metadata=MetadataEntries(known.columns, directory=directory),
             planner_data=planner_data,
             storage_data=StorageData(ItemPlaces(places.manifest, directory)),
         )
