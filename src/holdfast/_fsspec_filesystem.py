@@ -4,13 +4,14 @@ import contextlib
 import io
 import os
 from collections.abc import Generator, Sequence
+from dataclasses import fields
 from typing import Any
 
 from holdfast._file_system import FileSystemBase
 from holdfast._io.fsspec_files import FsspecFiles, connect
 from holdfast._storage.store_writer import DEFAULT_BUDGET
 from holdfast.errors import UsageError
-from holdfast.extension import ExtensionRegistry, StreamTransformExtension
+from holdfast.extension import StreamTransformExtension
 from holdfast.filesystem import FileSystemReader, FileSystemWriter, SerializationFormat
 
 __all__ = ["FileSystem", "FsspecReader", "FsspecWriter"]
@@ -140,37 +141,21 @@ class FsspecWriter(FileSystemWriter):
         return FileSystem.validate_checkpoint_id(checkpoint_id)
 
 
+_READER_OPTIONS = {option.name for option in fields(FileSystemReader) if option.init} - {"path"}
+
+
 class FsspecReader(FileSystemReader):
     """Reads a checkpoint from a URL that fsspec knows: ``FileSystemReader`` with options for fsspec.
 
     Args:
         path: The URL of the checkpoint, or the path of a local folder.
-        _extension_registry, thread_count, memory_budget, verify, allow_pickle, share_reads: As for
-            ``FileSystemReader``.
-        kwargs: What the file system is made with, as in ``fsspec.core.url_to_fs``: keys, hosts, endpoints.
+        kwargs: The options of ``FileSystemReader``, such as ``verify`` and ``thread_count``. All others are
+            what the file system is made with, as in ``fsspec.core.url_to_fs``: keys, hosts, endpoints.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        _extension_registry: ExtensionRegistry | None = None,
-        thread_count: int | None = None,
-        memory_budget: int = DEFAULT_BUDGET,
-        verify: bool = True,
-        allow_pickle: bool = False,
-        share_reads: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            path,
-            _extension_registry,
-            thread_count=thread_count,
-            memory_budget=memory_budget,
-            verify=verify,
-            allow_pickle=allow_pickle,
-            share_reads=share_reads,
-        )
+    def __init__(self, path: str | os.PathLike[str], **kwargs: Any) -> None:
+        options = {name: kwargs.pop(name) for name in _READER_OPTIONS & kwargs.keys()}
+        super().__init__(path, **options)
         self.fs: FileSystem = FileSystem()
         self.path = self.fs.init_path(path, **kwargs)
 

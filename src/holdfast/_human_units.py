@@ -1,9 +1,10 @@
-"""Bytes, rates, seconds and shapes as people read them."""
+"""Bytes, rates, seconds, shapes and long lists as people read them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
+from itertools import islice
 
-__all__ = ["rate_text", "seconds_text", "shape_text", "size_text"]
+__all__ = ["rate_text", "seconds_text", "shape_text", "size_text", "some_of"]
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -42,3 +43,9 @@ def seconds_text(seconds: float) -> str:
 def shape_text(shape: Sequence[int]) -> str:
     """A shape as torch shows it."""
     return f"[{', '.join(map(str, shape))}]"
+
+
+def some_of(names: Collection[object], most: int, separator: str = ", ") -> str:
+    """The first names of many, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(map(str, islice(names, most))) + more

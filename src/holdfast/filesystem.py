@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 from holdfast._file_system import FileSystem, FileSystemBase, open_file_system
 from holdfast._format.item_table import StorageInfo
@@ -147,7 +149,7 @@ class FileSystemWriter(_OfFileSystem, StoreWriter, BlockingAsyncStager):
             sync_files=sync_files,
             thread_count=thread_count,
             overwrite=overwrite,
-            extensions=_extensions or (),
+            extensions=tuple(_extensions or ()),
             torch_compatible=torch_compatible,
             memory_budget=memory_budget,
         )
@@ -156,6 +158,7 @@ class FileSystemWriter(_OfFileSystem, StoreWriter, BlockingAsyncStager):
         self.serialization_format = serialization_format
 
 
+@dataclass(eq=False, repr=False)
 class FileSystemReader(_OfFileSystem, StoreReader):
     """Reads a checkpoint from a folder, ours or torch's.
 
@@ -178,28 +181,17 @@ class FileSystemReader(_OfFileSystem, StoreReader):
             or the disk turns out to be faster than copying; then as "bypass".
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        _extension_registry: ExtensionRegistry | None = None,
-        *,
-        thread_count: int | None = None,
-        memory_budget: int = DEFAULT_BUDGET,
-        verify: bool = True,
-        allow_pickle: bool = False,
-        share_reads: bool = True,
-        page_cache: PageCache = "auto",
-    ) -> None:
-        self.page_cache = check_page_cache(page_cache)
+    path: str | os.PathLike[str]
+    _extension_registry: ExtensionRegistry | None = None
+    _: KW_ONLY
+    page_cache: PageCache = "auto"
+    # Those of the base that are no arguments here:
+    _store: Any = field(init=False, default=None)
+    registry: ExtensionRegistry = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_page_cache(self.page_cache)
+        self.registry = self._extension_registry or ExtensionRegistry()
         self.fs = FileSystem()
-        self.path = self.fs.init_path(path)
-        StoreReader.__init__(
-            self,
-            None,
-            registry=_extension_registry,
-            thread_count=thread_count,
-            memory_budget=memory_budget,
-            verify=verify,
-            allow_pickle=allow_pickle,
-            share_reads=share_reads,
-        )
+        self.path = self.fs.init_path(self.path)

@@ -29,9 +29,9 @@ Policies are small frozen values that are joined with ``|``:
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import wait as wait_for_futures
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -249,14 +249,8 @@ class CheckpointManager(StepQueries):
             UsageError: The manager is for reading only or closed, or the step is not a number of 0 or more.
             CheckpointException: As of :func:`holdfast.save`. No other step has been touched.
         """
-        newest = self._newest
-        kept = self._begin(step, metrics, metadata)
-        place = self._root.place_of(self._root.names.folder(step))
-        try:
-            result = save(state, checkpoint_id=place, user_metadata=kept, **self._group, **options)
-        except BaseException:
-            self._failed(step, newest)
-            raise
+        with self._saving(step, metrics, metadata) as where:
+            result = save(state, **where, **options)
         self._committed(step)
         return result
 
@@ -278,22 +272,30 @@ class CheckpointManager(StepQueries):
             The future of :func:`holdfast.async_save`.
         """
         newest = self._newest
-        kept = self._begin(step, metrics, metadata)
-        place = self._root.place_of(self._root.names.folder(step))
-        if self._stager is not None:
-            options.setdefault("async_stager", self._stager)
+        options.setdefault("async_stager", self._stager)
         options.setdefault("async_checkpointer_type", self._type)
-        try:
-            made = async_save(state, checkpoint_id=place, user_metadata=kept, **self._group, **options)
-        except BaseException:
-            self._failed(step, newest)
-            raise
+        with self._saving(step, metrics, metadata) as where:
+            made = async_save(state, **where, **options)
         future: Any = made.upload_completion if isinstance(made, AsyncSaveResponse) else made
         self._guard.staging = future.staged
         self._decision.saving = future
         future.add_done_callback(lambda done: self._after_async(done, step, newest))
         saving: SaveFuture = future
         return saving
+
+    @contextmanager
+    def _saving(
+        self, step: int, metrics: Mapping[str, float] | None, metadata: Mapping[str, Any] | None
+    ) -> Iterator[dict[str, Any]]:
+        """Begin the save of a step, and give its arguments; an exception is that the save has failed."""
+        newest = self._newest
+        kept = self._begin(step, metrics, metadata)
+        place = self._root.place_of(self._root.names.folder(step))
+        try:
+            yield {"checkpoint_id": place, "user_metadata": kept, **self._group}
+        except BaseException:
+            self._failed(step, newest)
+            raise
 
     def _begin(
         self, step: int, metrics: Mapping[str, float] | None, metadata: Mapping[str, Any] | None

@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from holdfast._io.places import open_bucket
-from holdfast._io.store import ByteStore
 from holdfast._storage.store_reader import StoreReader
-from holdfast._storage.store_writer import DEFAULT_BUDGET, StoreWriter
+from holdfast._storage.store_writer import StoreWriter
 from holdfast.errors import UsageError
 from holdfast.extension import ExtensionRegistry, StreamTransformExtension
 from holdfast.staging import BlockingAsyncStager
@@ -15,39 +15,37 @@ from holdfast.staging import BlockingAsyncStager
 __all__ = ["ObjectStoreReader", "ObjectStoreWriter"]
 
 
+@dataclass(eq=False, repr=False)
 class _OfBucket:
     """A storage at a URL of an object store, which it reaches with settings of its own."""
 
-    _store: ByteStore
-    _settings: dict[str, Any]
+    url: str | os.PathLike[str]
+    _: KW_ONLY
+    options: Mapping[str, Any] | None = None
+    client_options: Mapping[str, Any] | None = None
+    retry: Mapping[str, Any] | None = None
+    credential_provider: Callable[[], Any] | None = None
 
-    def _open(
-        self,
-        url: str | os.PathLike[str],
-        options: Mapping[str, Any] | None,
-        client_options: Mapping[str, Any] | None,
-        retry: Mapping[str, Any] | None,
-        credential_provider: Callable[[], Any] | None,
-    ) -> ByteStore:
-        self._settings = {
-            "options": dict(options or {}),
-            "client_options": dict(client_options or {}),
-            "retry": dict(retry or {}),
-            "credential_provider": credential_provider,
-        }
-        return self._open_at(url)
-
-    def _open_at(self, url: str | os.PathLike[str]) -> ByteStore:
-        if "://" not in os.fspath(url):
-            raise UsageError(
-                f"{url}: an object store has a URL, such as s3://bucket/run/step-100", path=str(url)
-            )
-        return open_bucket(os.fspath(url), **self._settings)
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc] # that of the storage over a store
+        self._move_to(self.url)
 
     def _move_to(self, checkpoint_id: str | os.PathLike[str]) -> None:
-        self._store = self._open_at(checkpoint_id)
+        if "://" not in os.fspath(checkpoint_id):
+            raise UsageError(
+                f"{checkpoint_id}: an object store has a URL, such as s3://bucket/run/step-100",
+                path=str(checkpoint_id),
+            )
+        self._store = open_bucket(
+            os.fspath(checkpoint_id),
+            options=dict(self.options or {}),
+            client_options=dict(self.client_options or {}),
+            retry=dict(self.retry or {}),
+            credential_provider=self.credential_provider,
+        )
 
 
+@dataclass(eq=False, repr=False)
 class ObjectStoreWriter(_OfBucket, StoreWriter, BlockingAsyncStager):
     """Writes a checkpoint into an object store.
 
@@ -81,36 +79,20 @@ class ObjectStoreWriter(_OfBucket, StoreWriter, BlockingAsyncStager):
         memory_budget: The most bytes of memory taken besides the state.
     """
 
-    def __init__(
-        self,
-        url: str | os.PathLike[str],
-        *,
-        single_file_per_rank: bool = True,
-        thread_count: int = 1,
-        overwrite: bool = True,
-        _extensions: Sequence[StreamTransformExtension] | None = None,
-        options: Mapping[str, Any] | None = None,
-        client_options: Mapping[str, Any] | None = None,
-        retry: Mapping[str, Any] | None = None,
-        credential_provider: Callable[[], Any] | None = None,
-        spread_names: bool = False,
-        torch_compatible: bool = True,
-        memory_budget: int = DEFAULT_BUDGET,
-    ) -> None:
-        StoreWriter.__init__(
-            self,
-            self._open(url, options, client_options, retry, credential_provider),
-            single_file_per_rank=single_file_per_rank,
-            thread_count=thread_count,
-            overwrite=overwrite,
-            extensions=_extensions or (),
-            torch_compatible=torch_compatible,
-            memory_budget=memory_budget,
-            spread_names=spread_names,
-        )
+    _: KW_ONLY
+    _extensions: Sequence[StreamTransformExtension] | None = None
+    # Those of the base that are no arguments here:
+    _store: Any = field(init=False, default=None)
+    sync_files: bool = field(init=False, default=True)
+    extensions: Sequence[StreamTransformExtension] = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.extensions = tuple(self._extensions or ())
         BlockingAsyncStager.__init__(self)
 
 
+@dataclass(eq=False, repr=False)
 class ObjectStoreReader(_OfBucket, StoreReader):
     """Reads a checkpoint from an object store, ours or torch's.
 
@@ -128,28 +110,11 @@ class ObjectStoreReader(_OfBucket, StoreReader):
         share_reads: Ask the store once for what several ranks need; the rank that reads passes it on.
     """
 
-    def __init__(
-        self,
-        url: str | os.PathLike[str],
-        _extension_registry: ExtensionRegistry | None = None,
-        *,
-        options: Mapping[str, Any] | None = None,
-        client_options: Mapping[str, Any] | None = None,
-        retry: Mapping[str, Any] | None = None,
-        credential_provider: Callable[[], Any] | None = None,
-        thread_count: int | None = None,
-        memory_budget: int = DEFAULT_BUDGET,
-        verify: bool = True,
-        allow_pickle: bool = False,
-        share_reads: bool = True,
-    ) -> None:
-        StoreReader.__init__(
-            self,
-            self._open(url, options, client_options, retry, credential_provider),
-            registry=_extension_registry,
-            thread_count=thread_count,
-            memory_budget=memory_budget,
-            verify=verify,
-            allow_pickle=allow_pickle,
-            share_reads=share_reads,
-        )
+    _extension_registry: ExtensionRegistry | None = None
+    # Those of the base that are no arguments here:
+    _store: Any = field(init=False, default=None)
+    registry: ExtensionRegistry = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.registry = self._extension_registry or ExtensionRegistry()

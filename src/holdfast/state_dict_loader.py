@@ -125,11 +125,11 @@ def load(
         "allow_pickle": allow_pickle,
         "safe_globals": tuple(safe_globals),
     }
-    place, _ = exclusive_keys(checkpoint_id, storage_reader, planner)
+    place, keys = exclusive_keys(checkpoint_id, storage_reader, planner)
     recorder = TransferRecorder("load", place)
     recorder.clock.begin_wait()
     with open_exchange(process_group, purpose="load", no_dist=no_dist, peer_timeout=peer_timeout) as exchange:
-        running_saves.come_after(exchange, process_group, checkpoint_id, storage_reader, planner)
+        running_saves.come_after(exchange, process_group, keys)
         recorder.clock.end_wait()
         defaults = vars(DefaultLoadPlanner())
         given = ", ".join(name for name, value in options.items() if value != defaults[name])
@@ -155,10 +155,11 @@ def load_state_dict(
     planner: LoadPlanner | None = None,
 ) -> None:
     """The name of :func:`load` before torch 2.2. Stateful objects are not opened."""
+    _, keys = exclusive_keys(None, storage_reader, planner)
     with open_exchange(
         process_group, purpose="load", no_dist=no_dist, coordinator_rank=coordinator_rank
     ) as exchange:
-        running_saves.come_after(exchange, process_group, None, storage_reader, planner)
+        running_saves.come_after(exchange, process_group, keys)
         storage_reader.reset()
         chosen = DefaultLoadPlanner() if planner is None else planner
         run_load(state_dict, adapt_load_planner(chosen), adapt_reader(storage_reader), exchange)
@@ -178,8 +179,9 @@ def _load_state_dict_from_keys(
     """Load what is under ``keys``, or everything, into a new nested state; torch has it under this name."""
     state: dict[str, Any] = {}
     wanted = {keys} if isinstance(keys, str) else keys
+    _, exclusive = exclusive_keys(checkpoint_id, storage_reader, None)
     with open_exchange(process_group, purpose="load") as exchange:
-        running_saves.come_after(exchange, process_group, checkpoint_id, storage_reader, None)
+        running_saves.come_after(exchange, process_group, exclusive)
         planner = EmptyStateDictLoadPlanner(wanted or None)
         reader = choose_reader(storage_reader, checkpoint_id)
         run_load(state, adapt_load_planner(planner), adapt_reader(reader), exchange)

@@ -14,9 +14,9 @@ from typing_extensions import deprecated
 from holdfast._background.running_save import RunningSave, exclusive_keys
 from holdfast._background.running_saves import WhenBusy, running_saves
 from holdfast._background.save_future import SaveFuture
-from holdfast._background.save_thread import begin_save
+from holdfast._background.save_thread import SaveThread
 from holdfast._background.shutdown import prepare_for_shutdown, set_grace_period
-from holdfast._background.staged_copy import CopySource, StateCopy, stager_keys, take_copy
+from holdfast._background.staged_copy import StateCopy, stager_keys, take_copy
 from holdfast._call_arguments import checked_call
 from holdfast._engine.adapt import adapt_save_planner, adapt_writer, stages_itself
 from holdfast._engine.save import run_save
@@ -118,7 +118,7 @@ def save(
     Example:
         >>> holdfast.save({"model": model, "optimizer": optimizer}, checkpoint_id="checkpoints/100")
     """
-    place, _ = exclusive_keys(checkpoint_id, storage_writer, planner)
+    place, keys = exclusive_keys(checkpoint_id, storage_writer, planner)
     kept = encode_user_metadata(user_metadata)
     recorder = TransferRecorder("save", place)
     recorder.clock.begin_wait()
@@ -129,7 +129,7 @@ def save(
         use_collectives=use_collectives,
         peer_timeout=peer_timeout,
     ) as exchange:
-        running_saves.come_after(exchange, process_group, checkpoint_id, storage_writer, planner)
+        running_saves.come_after(exchange, process_group, keys)
         recorder.clock.end_wait()
         opened, _ = open_states(state_dict)
         writer = choose_writer(storage_writer, checkpoint_id, overwrite=overwrite, page_cache=page_cache)
@@ -161,6 +161,7 @@ def save_state_dict(
     use_collectives: bool = True,
 ) -> Metadata:
     """The name of :func:`save` before torch 2.2. Stateful objects are not opened."""
+    _, keys = exclusive_keys(None, storage_writer, planner)
     with open_exchange(
         process_group,
         purpose="save",
@@ -168,7 +169,7 @@ def save_state_dict(
         use_collectives=use_collectives,
         coordinator_rank=coordinator_rank,
     ) as exchange:
-        running_saves.come_after(exchange, process_group, None, storage_writer, planner)
+        running_saves.come_after(exchange, process_group, keys)
         storage_writer.reset()
         return run_save(
             state_dict,
@@ -300,10 +301,8 @@ def async_save(
             peer_timeout=peer_timeout,
         )
         until_handed_over.push(exchange)
-        scope = running_saves.scope(exchange, process_group)
         keys |= stager_keys(stager, shared=in_process)
-        group = process_group or _whole_group()
-        running = RunningSave(place, keys, scope, scope.begin(), group, exchange.rank)
+        running = running_saves.begin(place, keys, exchange, process_group)
         waited = running_saves.begin_after(running, exchange, when_busy)
         if waited is None:
             return _skipped(running)
@@ -318,17 +317,15 @@ def async_save(
         planner_port = adapt_save_planner(choose_save_planner(planner, check_replicas=check_replicas))
         recorder.clock.enter("stage")
         # The parts of subclasses are copied as memory; the tensors themselves would be as objects.
-        copy = take_copy(
-            stager, open_subclasses(opened) if planner_port.flattens else opened, shared=in_process
-        )
+        copy = take_copy(stager, open_subclasses(opened, planner_port), shared=in_process)
         until_handed_over.callback(copy.release)
         future = SaveFuture(running, waited=waited)
-        source = CopySource(copy, writer, future.staged, running, in_process)
-        begin_save(
-            *(source, future, running, exchange, planner_port, recorder),
+        SaveThread(
+            *(running, future, exchange, copy, planner_port, writer, recorder),
+            in_process=in_process,
             use_collectives=use_collectives,
             user_metadata=kept,
-        )
+        ).start()
         until_handed_over.pop_all()
     return _handed_over(future, copy, stager)
 
@@ -353,10 +350,6 @@ def _handed_over(future: SaveFuture, copy: StateCopy, stager: Any) -> SaveFuture
 
 def _skipped(running: RunningSave) -> SaveFuture:
     future = SaveFuture(running, skipped=True)
-    future.staged.complete(None)
-    future.complete(None)
+    future.staged.set_result(None)
+    future.set_result(None)
     return future
-
-
-def _whole_group() -> dist.ProcessGroup | None:
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None

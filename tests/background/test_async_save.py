@@ -298,13 +298,13 @@ def test_progress_is_seen_and_cancelling_works_within_one_value(tmp_path: Path) 
 
 
 def test_a_save_that_a_call_has_waited_for_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    returned, complete = threading.Event(), SaveFuture.complete
+    returned, set_result = threading.Event(), SaveFuture.set_result
 
     def late(future: SaveFuture, value: Any) -> None:
         returned.wait(0.5)  # long enough for a call that does not wait for the future
-        complete(future, value)
+        set_result(future, value)
 
-    monkeypatch.setattr(SaveFuture, "complete", late)
+    monkeypatch.setattr(SaveFuture, "set_result", late)
     first = saving(state(1), checkpoint_id=tmp_path / "c")
     second = saving(state(2), checkpoint_id=tmp_path / "c")
     assert first.done()

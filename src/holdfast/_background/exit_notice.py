@@ -1,6 +1,7 @@
 """Says what a program waits for when it ends while saves run in the background."""
 
 import contextlib
+import functools
 import math
 import sys
 import threading
@@ -18,20 +19,12 @@ _AGAIN = 10.0
 """Seconds between two notices; and before other ranks than rank 0 say anything."""
 
 
-class _Registration:
-    """Whether the interpreter has been asked to call this module when it ends."""
-
-    is_made = False
-
-
+@functools.cache
 def announce_waits_at_exit() -> None:
     """Have the end of the program say which saves it waits for. Calling it again does nothing.
 
     Python waits for the threads of saves in silence, also after Ctrl-C.
     """
-    if _Registration.is_made:
-        return
-    _Registration.is_made = True
     # What is registered here runs before Python waits for threads; what ``atexit`` has, after that. The
     # function has no public name; without it the wait is the same, and silent.
     register: Callable[..., None] | None = getattr(threading, "_register_atexit", None)

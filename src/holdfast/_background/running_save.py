@@ -5,6 +5,7 @@ import os
 import threading
 import weakref
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast._engine.adapt import place_of
@@ -56,6 +57,7 @@ def exclusive_keys(
     return (f"a {type(storage).__name__}" if place is None else str(place)), frozenset(keys)
 
 
+@dataclass(eq=False)
 class RunningSave(SaveCancellation):
     """The shared state of one save in the background. Any thread may use it.
 
@@ -79,27 +81,26 @@ class RunningSave(SaveCancellation):
         future: The future, as long as somebody holds it.
     """
 
-    def __init__(
-        self, place: str, keys: frozenset[Hashable], scope: Any, number: int, group: Any, rank: int = 0
-    ) -> None:
-        self.place = place
-        self.keys = keys
-        self.scope = scope
-        self.number = number
-        self.group = group
-        self.rank = rank
+    place: str
+    keys: frozenset[Hashable]
+    scope: Any
+    number: int
+    group: Any
+    rank: int
+    thread: int | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+    looked_at: bool = False
+    passed_over: bool = False
+    asked: bool = False
+    future: "weakref.ref[Any] | None" = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _is_cancelled: bool = False
+    _is_closed: bool = False
+    _elsewhere: ProcessWriter | None = None
+
+    def __post_init__(self) -> None:
         self.tracker = ProgressTracker(lambda _: self.check())
-        self.thread: int | None = None
-        self.ended = threading.Event()
-        self.error: BaseException | None = None
-        self.looked_at = False
-        self.passed_over = False
-        self.asked = False
-        self.future: weakref.ref[Any] | None = None
-        self._lock = threading.Lock()
-        self._is_cancelled = False
-        self._is_closed = False
-        self._elsewhere: ProcessWriter | None = None
 
     @property
     def is_unseen_failure(self) -> bool:
@@ -156,4 +157,4 @@ class RunningSave(SaveCancellation):
     def progress(self) -> Progress:
         """How far it is."""
         elsewhere = self._elsewhere
-        return self.tracker.progress(None if elsewhere is None else elsewhere.progress()[0])
+        return self.tracker.progress(None if elsewhere is None else elsewhere.nbytes_done)

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 
-from holdfast._background.running_save import RunningSave, exclusive_keys
+from holdfast._background.running_save import RunningSave
 from holdfast._ranks.exchange import Alone, Exchange
 from holdfast.errors import WRAPPED_EXCEPTION, CheckpointException, UsageError, portable_failure
 
@@ -70,6 +70,15 @@ class RunningSaves:
         with self._lock:
             return self._scopes.setdefault(group or dist.group.WORLD, Scope())
 
+    def begin(
+        self, place: str, keys: frozenset[Hashable], exchange: Exchange, group: dist.ProcessGroup | None
+    ) -> RunningSave:
+        """The state of a new save; all ranks that save together must begin it."""
+        scope = self.scope(exchange, group)
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        return RunningSave(place, keys, scope, scope.begin(), group, exchange.rank)
+
     def add(self, save: RunningSave) -> None:
         """Add a save that begins."""
         with self._lock:
@@ -100,18 +109,13 @@ class RunningSaves:
         return time.monotonic() - start if busy else 0.0
 
     def come_after(
-        self,
-        exchange: Exchange,
-        group: dist.ProcessGroup | None,
-        checkpoint_id: str | os.PathLike[str] | None,
-        storage: Any,
-        planner: Any,
+        self, exchange: Exchange, group: dist.ProcessGroup | None, keys: frozenset[Hashable]
     ) -> None:
-        """Wait for saves that share place, storage or planner with this call, and raise unseen failures.
+        """Wait for saves that share one of the ``exclusive_keys`` of this call, and raise unseen failures.
 
         Every ``save`` and ``load`` does this first, on every rank.
         """
-        self.wait_for(exclusive_keys(checkpoint_id, storage, planner)[1])
+        self.wait_for(keys)
         self.settle(exchange, self.scope(exchange, group))
 
     def begin_after(self, running: RunningSave, exchange: Exchange, when_busy: WhenBusy) -> float | None:

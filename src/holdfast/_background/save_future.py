@@ -41,14 +41,6 @@ class _Watched(Future[T]):
         """Whether there is no outcome yet."""
         return not Future.done(self)
 
-    def complete(self, value: T) -> None:
-        """Finish with a value."""
-        self.set_result(value)
-
-    def fail(self, error: BaseException) -> None:
-        """Finish with an error."""
-        self.set_exception(error)
-
     def give_up(self) -> None:
         """Finish as cancelled."""
         # The base class does this in two steps. Whoever waits could wake between them, and see a future that

@@ -5,7 +5,6 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +12,12 @@ from holdfast._background.running_save import RunningSave, is_cancellation
 from holdfast._background.running_saves import running_saves
 from holdfast._background.save_future import SaveFuture
 from holdfast._background.short_turns import short_turns
-from holdfast._background.staged_copy import CopySource
+from holdfast._background.staged_copy import StateCopy
 from holdfast._engine.ports import SavePlannerPort, WriterPort
 from holdfast._engine.save import run_save
 from holdfast._ranks.exchange import Exchange
 from holdfast._transfer_recorder import TransferRecorder
+from holdfast._writer_process.process_writer import ProcessWriter
 from holdfast.errors import CheckpointException
 from holdfast.metadata import Metadata
 from holdfast.records import publish
@@ -40,11 +40,11 @@ class SaveThread:
         running: Its shared state.
         future: What the caller is given.
         exchange: Opened by the trainer's thread, left by this one.
-        obtain: Called in the thread. Returns the staged state and its writer once the copy is complete, or
-            raises why there is no copy.
+        copy: The copy of the state, complete or on its way.
         planner: Decides what is written.
+        writer: The writer of the save.
+        in_process: Whether another process writes.
         use_collectives: As for ``save``.
-        release: Called in the thread when the staged state is not needed any more.
         recorder: Measures the save.
         user_metadata: What the caller wants to keep with the checkpoint, encoded.
     """
@@ -52,15 +52,25 @@ class SaveThread:
     running: RunningSave
     future: SaveFuture
     exchange: Exchange
-    obtain: Callable[[], tuple[dict[str, Any], WriterPort]]
+    copy: StateCopy
     planner: SavePlannerPort
-    use_collectives: bool
-    release: Callable[[], None]
+    writer: WriterPort
     recorder: TransferRecorder
-    user_metadata: bytes = b""
+    in_process: bool
+    use_collectives: bool
+    user_metadata: bytes
 
     def start(self) -> None:
-        """Start the thread. Raises RuntimeError if the system has none to give; then nothing has begun."""
+        """Start the thread. The caller does not wait for anything after this.
+
+        Raises:
+            RuntimeError: The system has no thread to give; then nothing has begun.
+        """
+        self.recorder.clock.count(self.copy.nbytes)
+        self.running.tracker.expect(self.copy.nbytes)
+        if self.copy.is_complete:
+            self.future.staged.set_result(None)
+        self.recorder.release_caller()
         thread = threading.Thread(target=self._run, name=f"holdfast-save-{self.running.number}")
         thread.daemon = False  # also where the thread that calls is one
         running_saves.add(self.running)
@@ -85,7 +95,7 @@ class SaveThread:
 
     def _save(self) -> Metadata:
         with self.exchange, short_turns():
-            state, writer = self.obtain()
+            state, writer = self._obtain()
             self.running.check()
             metadata = run_save(
                 state,
@@ -102,9 +112,21 @@ class SaveThread:
         publish(metadata.record)
         return metadata
 
+    def _obtain(self) -> tuple[dict[str, Any], WriterPort]:
+        """The copied state and its writer, once the copy is complete; raises why there is no copy."""
+        state = self.copy.wait()
+        if not self.future.staged.done():
+            self.future.staged.set_result(None)
+        if not self.in_process:
+            return state, self.writer
+        shared = self.copy.wait_shared()
+        writer = ProcessWriter(self.writer, shared)
+        self.running.writes_elsewhere(writer)
+        return shared.state, writer
+
     def _end(self, metadata: Metadata | None, error: BaseException | None) -> None:
         """Free everything, then finish the future: its callbacks may begin the next save at once."""
-        running, future, release = self.running, self.future, self.release
+        running, future, release = self.running, self.future, self.copy.release
         vars(self).clear()
         try:
             release()
@@ -126,44 +148,13 @@ class SaveThread:
             logger.error("the save to %s in the background failed: %s", running.place, _in_one_line(error))
 
 
-def begin_save(
-    source: CopySource,
-    future: SaveFuture,
-    running: RunningSave,
-    exchange: Exchange,
-    planner: SavePlannerPort,
-    recorder: TransferRecorder,
-    *,
-    use_collectives: bool,
-    user_metadata: bytes = b"",
-) -> None:
-    """Start the thread that saves the copy of a state. The caller does not wait for anything after this."""
-    copy = source.copy
-    recorder.clock.count(copy.nbytes)
-    running.tracker.expect(copy.nbytes)
-    if copy.is_complete:
-        future.staged.complete(None)
-    recorder.release_caller()
-    SaveThread(
-        running,
-        future,
-        exchange,
-        obtain=source,
-        planner=planner,
-        use_collectives=use_collectives,
-        release=copy.release,
-        recorder=recorder,
-        user_metadata=user_metadata,
-    ).start()
-
-
 def _finish(future: Any, error: BaseException | None, value: Any, *, cancelled: bool) -> None:
     if cancelled:
         future.give_up()
     elif error is not None:
-        future.fail(error)
+        future.set_exception(error)
     else:
-        future.complete(value)
+        future.set_result(value)
 
 
 def _in_one_line(error: BaseException | None) -> str:

@@ -5,13 +5,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast._background.running_save import IdentityKey, RunningSave
-from holdfast._background.save_future import StagedFuture
+from holdfast._background.running_save import IdentityKey
 from holdfast._engine.adapt import gives_leases
-from holdfast._engine.ports import WriterPort
 from holdfast._staging.stage import Staging
 from holdfast._staging.staged import StagedState
-from holdfast._writer_process.process_writer import ProcessWriter
 
 _ours: dict[bool, Staging] = {}
 """For callers who bring no stager. Kept for the next save: touching new memory costs more than copying."""
@@ -110,37 +107,6 @@ def take_copy(stager: Any, state: dict[str, Any], *, shared: bool) -> StateCopy:
 def prepare_staging(state: dict[str, Any], *, shared: bool) -> None:
     """Take the memory for the copy of such a state now, for callers who bring no stager."""
     _our_staging(shared=shared).prepare(state)
-
-
-@dataclass
-class CopySource:
-    """Gives the thread of a save the copied state and the writer, once the copy is complete.
-
-    Attributes:
-        copy: The copy.
-        writer: The writer of the save.
-        staged: Told that the copy is complete.
-        running: Told of the process that writes, if there is one.
-        in_process: Whether another process writes.
-    """
-
-    copy: StateCopy
-    writer: WriterPort
-    staged: StagedFuture
-    running: RunningSave
-    in_process: bool
-
-    def __call__(self) -> tuple[dict[str, Any], WriterPort]:
-        """Wait for the copy, and report that it is complete."""
-        state = self.copy.wait()
-        if not self.staged.done():
-            self.staged.complete(None)
-        if not self.in_process:
-            return state, self.writer
-        shared = self.copy.wait_shared()
-        writer = ProcessWriter(self.writer, shared)
-        self.running.writes_elsewhere(writer)
-        return shared.state, writer
 
 
 def _our_staging(*, shared: bool) -> Staging:

@@ -7,6 +7,7 @@ from holdfast._engine.missing_state import StateMaker
 from holdfast._model_state.flat_optimizer_state import GROUPS, STATE, parameter_of
 from holdfast._model_state.optimizer_kind import refuse_other_kind
 from holdfast._parameter_states import ParameterStates
+from holdfast._plan.flatten import flat_key
 from holdfast._tensors.tensor_parts import TensorParts
 
 
@@ -33,7 +34,7 @@ class FlatRoom:
             inner = name[len(kind) + len(parameter) + 2 :]
             (states if kind == STATE else options).setdefault(parameter, {})[inner] = entry
         distinct = {frozenset(of_parameter): of_parameter for of_parameter in options.values()}
-        key = ".".join(map(str, self.path))
+        key = flat_key(self.path)
         refuse_other_kind(self.node.optimizers, list(distinct.values()), states, key=key)
         for name, (parameter, entry) in entries.items():
             if name not in self.node:

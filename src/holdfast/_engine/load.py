@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from holdfast._collector import paused_collector
@@ -102,28 +102,20 @@ def run_load(
         raise
 
 
+@dataclass
 class _LoadSteps:
     """The steps of one load on one rank."""
 
-    def __init__(
-        self,
-        state_dict: dict[str, Any],
-        planner: LoadPlannerPort,
-        reader: ReaderPort,
-        exchange: Exchange,
-        context: LoadContext,
-        hooks: LoadHooks,
-    ) -> None:
-        self._state_dict = state_dict
-        self._planner = planner
-        self._reader = reader
-        self._exchange = exchange
-        self._context = context
-        self._hooks = hooks
-        self._by_rank: LoadByRank | None = None
-        self._parts: LoadParts | None = None
-        self._metadata: Metadata | None = None
-        self._result = LoadResult()
+    _state_dict: dict[str, Any]
+    _planner: LoadPlannerPort
+    _reader: ReaderPort
+    _exchange: Exchange
+    _context: LoadContext
+    _hooks: LoadHooks
+    _by_rank: LoadByRank | None = None
+    _parts: LoadParts | None = None
+    _metadata: Metadata | None = None
+    _result: LoadResult = field(default_factory=LoadResult)
 
     def take(self, recorder: TransferRecorder) -> LoadResult:
         recorder.clock.enter("read metadata")

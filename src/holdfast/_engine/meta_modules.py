@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from holdfast._engine.stateful_objects import OpenedState, entries_of
+from holdfast._human_units import some_of
 from holdfast._parameter_states import ModuleStates
 from holdfast._tensors.chunks import PLAIN_TYPES, is_without_memory
 from holdfast._tensors.meta_memory import alias_of, take_the_place
@@ -163,8 +164,9 @@ def _refuse_unsaved(found: _MetaModule) -> None:
     if unsaved:
         raise UsageError(
             f"{type(found.module).__name__} is on the meta device, and its state_dict does not give "
-            f"{_listed(unsaved)}, so that the checkpoint cannot have them: non-persistent buffers, or what a "
-            f"hook replaces (nothing was changed). Compute them on a real device before the load. {_INSTEAD}",
+            f"{some_of(unsaved, _MOST_NAMED)}, so that the checkpoint cannot have them: non-persistent "
+            "buffers, or what a hook replaces (nothing was changed). Compute them on a real device before "
+            f"the load. {_INSTEAD}",
             key=unsaved[0],
         )
 
@@ -174,8 +176,8 @@ def _refuse_unfilled(found: _MetaModule, filled: set[Hashable]) -> None:
     if unfilled:
         raise MissingKeyError(
             f"{type(found.module).__name__} is on the meta device, and nothing is loaded for "
-            f"{_listed(unfilled)}: they would stay without memory (nothing was changed). Give them memory "
-            f"and values before the load. {_INSTEAD}",
+            f"{some_of(unfilled, _MOST_NAMED)}: they would stay without memory (nothing was changed). Give "
+            f"them memory and values before the load. {_INSTEAD}",
             key=unfilled[0],
         )
 
@@ -206,8 +208,3 @@ def _has_meta(state: Any) -> bool:
         if value.is_meta if type(value) in PLAIN_TYPES else _has_meta(value):
             return True
     return False
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more

@@ -14,6 +14,7 @@ from holdfast._model_state.optimizer_kind import refuse_other_kind, refuse_other
 from holdfast._model_state.parameter_names import names_by_parameter
 from holdfast._model_state.state_dict_options import StateDictOptions
 from holdfast._parameter_states import ParameterStates
+from holdfast._plan.flatten import flat_key
 
 
 class _Room:
@@ -27,7 +28,7 @@ class _Room:
 
     def __init__(self, path: tuple[Any, ...], node: dict[str, Any], layout: ParameterStates) -> None:
         self.path, self.node, self.layout = path, node, layout
-        self.key = ".".join(map(str, path))
+        self.key = flat_key(path)
         self.before = (node["state"], node["param_groups"])
         self.optimizers = layout.optimizers
         self.own_keys: dict[Any, Any] = {}

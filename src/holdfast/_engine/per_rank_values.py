@@ -4,18 +4,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast._contents.nested_state import Path
 from holdfast._engine.meta_modules import MetaTensors
 from holdfast._engine.optimizer_room import OptimizerRooms
 from holdfast._engine.ports import LoadPlannerPort, SavePlannerPort
 from holdfast._engine.rule_results import put_result
-from holdfast._engine.saved_by_rank import ABSENT, Path, find, flat, has_value, saved_places
-from holdfast._engine.stateful_objects import (
-    OpenedState,
-    copy_with,
-    entries_of,
-    open_states,
-    return_states,
-)
+from holdfast._engine.saved_by_rank import ABSENT, find, has_value, saved_places
+from holdfast._engine.state_walk import StateWalk
+from holdfast._engine.stateful_objects import OpenedState, open_states, return_states
+from holdfast._plan.flatten import flat_key
 from holdfast.default_planner import EmptyStateDictLoadPlanner
 from holdfast.errors import PlanError, UsageError
 from holdfast.metadata import Metadata
@@ -38,69 +35,30 @@ def split_by_rank(
         opened, _ = _open_value(owner, path, planner)
         return {rank_name(rank, world_size): opened["value"]}
 
-    return _PerRankWalk(replace).start(state)
+    return _walk(replace).start(state)
 
 
 def _open_value(
     owner: "PerRank[Any]", path: Path, planner: SavePlannerPort | LoadPlannerPort
 ) -> tuple[dict[Any, Any], list[OpenedState]]:
+    key = flat_key(path)
     if not planner.flattens:
         raise UsageError(
-            f"{flat(path)}: a PerRank needs a planner that flattens the state, for only so has each rank's "
-            "value a name of its own. Pass flatten_state_dict=True.",
-            key=flat(path),
+            f"{key}: a PerRank needs a planner that flattens the state, for only so has each rank's value a "
+            "name of its own. Pass flatten_state_dict=True.",
+            key=key,
         )
     opened, found = open_states({"value": owner.value})
 
     def refuse(_: "PerRank[Any]", inner: Path) -> Any:
-        raise UsageError(f"{flat(path)}: a PerRank stands in a PerRank, at {flat(inner)}", key=flat(path))
+        raise UsageError(f"{key}: a PerRank stands in a PerRank, at {flat_key(inner)}", key=key)
 
-    _PerRankWalk(refuse).open(opened["value"], path)
+    _walk(refuse).open(opened["value"], path)
     return opened, found
 
 
-class _PerRankWalk:
-    """Copies the containers on the way to each PerRank, and puts something else in its place.
-
-    Attributes:
-        copies: The containers that were copied, each with its copy.
-    """
-
-    def __init__(self, replace: Callable[["PerRank[Any]", Path], Any]) -> None:
-        self.replace = replace
-        self.copies: list[tuple[Any, Any]] = []
-        # Asking whether a class is a Mapping takes longer than all else for a leaf.
-        self.opens: dict[type, bool] = {}
-
-    def start(self, state: dict[str, Any]) -> dict[str, Any]:
-        try:
-            opened: dict[str, Any] = self.open(state, ())
-        except RecursionError:
-            raise UsageError("the state contains itself, or is nested too deeply to be saved") from None
-        return opened
-
-    def open(self, value: Any, path: Path) -> Any:
-        """The value, or a copy of it if there is a PerRank in it."""
-        if isinstance(value, PerRank):
-            return self.replace(value, path)
-        if not self._opens(type(value)):
-            return value
-        changed = {}
-        for key, entry in entries_of(value):
-            opens = self.opens.get(type(entry))
-            if opens is False or (opens is None and not self._opens(type(entry))):
-                continue
-            opened = self.open(entry, (*path, key))
-            if opened is not entry:
-                changed[key] = opened
-        if not changed:
-            return value
-        copied = copy_with(value, changed)
-        self.copies.append((value, copied))
-        return copied
-
-    def _opens(self, kind: type) -> bool:
-        return self.opens.setdefault(kind, issubclass(kind, Mapping | list | PerRank))
+def _walk(replace: Callable[["PerRank[Any]", Path], Any]) -> StateWalk:
+    return StateWalk(PerRank, lambda _: True, replace)
 
 
 @dataclass
@@ -167,7 +125,7 @@ class LoadByRank:
         self._saved = saved_places(metadata)
         self._places: list[_Place] = []
         self._optimizers: list[OptimizerRooms] = []
-        self._walk = _PerRankWalk(self._replace)
+        self._walk = _walk(self._replace)
         self.state = self._walk.start(state)
         problems = [*self._problems(), *self._plain_places()]
         if problems:
@@ -181,7 +139,7 @@ class LoadByRank:
     def _replace(self, owner: "PerRank[Any]", path: Path) -> Any:
         opened, found = _open_value(owner, path, self._planner)
         slots: dict[str, Any] | None = {rank_name(self.rank, self.world_size): opened["value"]}
-        if flat(path) not in self._saved and has_value(flat(path), self._metadata):
+        if flat_key(path) not in self._saved and has_value(flat_key(path), self._metadata):
             slots = None
         self._places.append(_Place(owner, path, opened, found, slots, MetaTensors(found)))
         return opened["value"] if slots is None else slots
@@ -190,7 +148,7 @@ class LoadByRank:
         """What does not fit of the places that have a PerRank; notes those that need their rule."""
         problems = []
         for place in self._places:
-            key = flat(place.path)
+            key = flat_key(place.path)
             saved = self._saved.get(key)
             # Where nothing at all is there, the planner says whether that is an error.
             if saved is None or saved.world_sizes == {self.world_size}:
@@ -204,7 +162,7 @@ class LoadByRank:
     def _plain_places(self) -> list[tuple[str, str]]:
         """The places that were saved with a PerRank, and at which the state has something else."""
         problems = []
-        wanted = {flat(place.path) for place in self._places}
+        wanted = {flat_key(place.path) for place in self._places}
         for key, saved in self._saved.items():
             here = find(self.state, saved.path) if key not in wanted else ABSENT
             if here is ABSENT or (isinstance(here, Mapping) and _has_names(here)):
@@ -219,7 +177,7 @@ class LoadByRank:
         if not resized:
             return
         names = {
-            f"{flat(place.path)}.{rank_name(rank, count)}"
+            f"{flat_key(place.path)}.{rank_name(rank, count)}"
             for place, count in resized
             for rank in range(count)
         }
@@ -229,8 +187,8 @@ class LoadByRank:
             values = find(built, place.path)
             if not isinstance(values, Mapping):
                 raise PlanError(
-                    f"{flat(place.path)}: the checkpoint does not say how its ranks' values are nested",
-                    key=flat(place.path),
+                    f"{flat_key(place.path)}: the checkpoint does not say how its ranks' values are nested",
+                    key=flat_key(place.path),
                 )
             assert place.slots is not None
             place.slots.clear()
@@ -268,7 +226,7 @@ class LoadByRank:
                 assert place.slots is not None
                 values = list(place.slots.values())
                 made = place.owner.resize(values, self.rank, self.world_size)
-                place.owner.value = put_result(place.owner.value, made, flat(place.path))
+                place.owner.value = put_result(place.owner.value, made, flat_key(place.path))
                 continue
             holder = {"value": place.owner.value}
             if place.slots is None:
@@ -277,14 +235,7 @@ class LoadByRank:
                 place.opened["value"] = place.slots[rank_name(self.rank, self.world_size)]
             return_states(holder, place.opened, place.found)
             place.owner.value = holder["value"]
-        copies = {id(copy) for _, copy in self._walk.copies}
-        for original, copied in self._walk.copies:
-            for key, value in entries_of(copied):
-                is_new = isinstance(original, Mapping) and key not in original
-                if is_new or not (
-                    id(value) in copies or original[key] is value or isinstance(original[key], PerRank)
-                ):
-                    original[key] = value
+        self._walk.put_back(lambda before, value: before if isinstance(before, PerRank) else value)
 
 
 def _has_names(values: Mapping[Any, Any]) -> bool:

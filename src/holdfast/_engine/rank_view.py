@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast._engine.saved_by_rank import Path, find, flat
+from holdfast._contents.nested_state import Path
+from holdfast._engine.saved_by_rank import find
 from holdfast._format.description import Directory
-from holdfast._plan.flatten import Structure, containers_of
-from holdfast._plan.kept_values import name_some
-from holdfast._plan.metadata_entries import MetadataEntries
+from holdfast._human_units import some_of
+from holdfast._plan.flatten import Structure, containers_of, flat_key, paths_of
+from holdfast._plan.metadata_entries import MetadataEntries, unchanged_entries
 from holdfast._plan.read_columns import stored_keys_of
 from holdfast._storage.item_places import ItemPlaces, StorageData, places_of
 from holdfast._tensors.chunks import is_sharded
@@ -73,7 +74,7 @@ def warn_of_shared(ranks: Sequence[Mapping[str, int]], world_size: int) -> None:
     saved_by = max(keys.values())
     why = f"{world_size} load" if saved_by != world_size else "they are loaded into sharded tensors"
     warn_user(
-        f"each rank now has rank 0's value of {name_some(keys)}: {saved_by} ranks saved different ones, and "
+        f"each rank now has rank 0's value of {some_of(keys, 5)}: {saved_by} ranks saved different ones, and "
         f"{why}. Random states among them give the same numbers on every rank. PerRank(value, resize=rule) "
         "gives each rank its own."
     )
@@ -108,19 +109,14 @@ def view_of_rank(metadata: Metadata, *, rank: int, world_size: int, state: Mappi
     hidden = {key for key in kept.keys if key.partition(".")[0] not in asked}
     hidden.update(key for key in here.shadowed() if key not in own)
     planner_data = here.seen_structure(own, hidden, asked)
-    places = places_of(metadata)
-    if (
-        isinstance(every, MetadataEntries)
-        and not every.is_open
-        and places
-        and places.directory is every.directory
-    ):
-        numbers = every.directory.numbers
+    places, known = places_of(metadata), unchanged_entries(metadata)
+    if known is not None and places is not None and places.directory is known.directory:
+        numbers = known.directory.numbers
         visible = {key: numbers[own.get(key, key)] for key in [*numbers, *own] if key not in hidden}
-        directory = Directory(every.columns, visible)
+        directory = Directory(known.columns, visible)
         seen = dataclasses.replace(
             metadata,
-            state_dict_metadata=MetadataEntries(every.columns, directory=directory),
+            state_dict_metadata=MetadataEntries(known.columns, directory=directory),
             planner_data=planner_data,
             storage_data=StorageData(ItemPlaces(places.manifest, directory)),
         )
@@ -141,9 +137,7 @@ class _KeptForRanks:
     def __init__(self, metadata: Metadata) -> None:
         self._every = metadata.state_dict_metadata
         self._planner_data = metadata.planner_data
-        self._paths: dict[str, Path] = (
-            metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-        )
+        self._paths = paths_of(metadata.planner_data)
         found = {
             key: told for key in self._every if key.startswith(KEPT) and (told := kept_key(key)) is not None
         }
@@ -153,7 +147,7 @@ class _KeptForRanks:
         self.containers = {
             path: told
             for path in containers_of(metadata.planner_data)
-            if path and str(path[0]).startswith(KEPT) and (told := kept_key(flat(path))) is not None
+            if path and str(path[0]).startswith(KEPT) and (told := kept_key(flat_key(path))) is not None
         }
 
     @property

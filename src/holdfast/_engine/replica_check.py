@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from holdfast._engine.ports import Fingerprints, SavePlannerPort
-from holdfast._plan.kept_values import MOST_VALUES, name_some
+from holdfast._human_units import some_of
+from holdfast._plan.kept_values import MOST_VALUES
 from holdfast._plan.planner_values import finds_values_itself
 from holdfast._plan.replica_fingerprints import UNKNOWN, is_container
 from holdfast._plan.write_columns import columns_of
@@ -257,7 +258,7 @@ def _refuse_what_cannot_be_kept(offers: Sequence[_OwnPlan], different: Groups) -
 
 def _refused(different: Groups, problems: Mapping[str, str]) -> PlanError:
     lines = [
-        f"{key}: ranks {' and '.join(map(_some, groups.values()))} have different values"
+        f"{key}: ranks {' and '.join(some_of(ranks, 4) for ranks in groups.values())} have different values"
         + (f"; {problems[key]}" if key in problems else "")
         for key, groups in list(different.items())[:_MOST_NAMED]
     ]
@@ -275,9 +276,9 @@ def _refused(different: Groups, problems: Mapping[str, str]) -> PlanError:
 def _warning(different: Groups, coordinator: int) -> str:
     owners = {_owner(groups, coordinator) for groups in different.values()}
     return (
-        f"ranks save different values of {name_some(different)}. A load by as many ranks gives each its "
-        f"own back, any other that of rank {_some(sorted(owners))}. PerRank(value) says that you mean it; "
-        "otherwise make them equal first." + _hint(different)
+        f"ranks save different values of {some_of(different, 5)}. A load by as many ranks gives each its "
+        f"own back, any other that of rank {some_of(sorted(owners), 4)}. PerRank(value) says that you mean "
+        "it; otherwise make them equal first." + _hint(different)
     )
 
 
@@ -285,8 +286,3 @@ def _hint(different: Groups) -> str:
     if not any(key.rpartition(".")[2] in _BUFFERS_OF_BATCH_NORM for key in different):
         return ""
     return " BatchNorm: broadcast the buffers before the save, or use SyncBatchNorm."
-
-
-def _some(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:4]))
-    return f"{shown} and {len(ranks) - 4} more" if len(ranks) > 4 else shown

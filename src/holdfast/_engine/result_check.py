@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 
+from holdfast._human_units import some_of
 from holdfast._plan.write_columns import columns_of, is_open
 from holdfast._storage.results import Results
 from holdfast.errors import IncompleteWriteError
@@ -41,7 +42,7 @@ def check_results(plan: SavePlan, results: Sequence[WriteResult], *, rank: int) 
     if due == done and (not due or max(due.values()) == 1):
         return
     wrong = [*(due - done), *(done - due)]
-    names = ", ".join(sorted({index.fqn for index in wrong})[:20])
+    names = some_of(sorted({index.fqn for index in wrong}), 20)
     raise IncompleteWriteError(
         f"rank {rank} planned {len(plan.items)} items and reports {len(results)}; they differ in: "
         f"{names}. Nothing was committed.",

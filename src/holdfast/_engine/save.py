@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from holdfast._collector import paused_collector
@@ -83,7 +83,9 @@ def run_save(
     )
     recorder.set_up(exchange.rank, exchange.world_size, context.progress.events)
     timed = TimedExchange(exchange, recorder.clock)
-    steps = _SaveSteps(state_dict, planner, writer, timed, context, cancellation or SaveCancellation())
+    replicas = Replicas(planner, timed)
+    may_go_on = cancellation or SaveCancellation()
+    steps = _SaveSteps(state_dict, planner, writer, timed, context, may_go_on, replicas)
     try:
         return steps.take(recorder)
     except BaseException:
@@ -104,29 +106,21 @@ _Written: TypeAlias = tuple[list[WriteResult], RankRecord]
 """What a rank has written, and how long it took for that until then."""
 
 
+@dataclass
 class _SaveSteps:
     """The steps of one save on one rank. They stand here in the order in which they are taken."""
 
-    def __init__(
-        self,
-        state_dict: dict[str, Any],
-        planner: SavePlannerPort,
-        writer: WriterPort,
-        exchange: Exchange,
-        context: SaveContext,
-        cancellation: SaveCancellation,
-    ) -> None:
-        self._state_dict = state_dict
-        self._planner = planner
-        self._writer = writer
-        self._exchange = exchange
-        self._context = context
-        self._cancellation = cancellation
-        self._replicas = Replicas(planner, exchange)
-        # The coordinator's alone:
-        self._offered: list[SavePlan] = []
-        self._planned: list[SavePlan] = []
-        self._metadata: Metadata | None = None
+    _state_dict: dict[str, Any]
+    _planner: SavePlannerPort
+    _writer: WriterPort
+    _exchange: Exchange
+    _context: SaveContext
+    _cancellation: SaveCancellation
+    _replicas: Replicas
+    # The coordinator's alone:
+    _offered: list[SavePlan] = field(default_factory=list)
+    _planned: list[SavePlan] = field(default_factory=list)
+    _metadata: Metadata | None = None
 
     def take(self, recorder: TransferRecorder) -> Metadata:
         recorder.clock.enter("plan")
@@ -158,7 +152,7 @@ class _SaveSteps:
         planner, exchange = self._planner, self._exchange
         state = split_by_rank(self._state_dict, planner, rank=exchange.rank, world_size=exchange.group_size)
         planner.set_up(
-            state_dict=open_subclasses(state) if planner.flattens else state,
+            state_dict=open_subclasses(state, planner),
             storage_meta=self._writer.plugin.storage_meta(),
             is_coordinator=exchange.is_coordinator,
         )

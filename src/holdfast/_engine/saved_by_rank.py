@@ -2,22 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
-from holdfast._contents.nested_state import true_key
-from holdfast._plan.flatten import containers_of
+from holdfast._contents.nested_state import Path, true_key
+from holdfast._plan.flatten import containers_of, flat_key, paths_of
 from holdfast.metadata import Metadata
 from holdfast.per_rank import PerRank, rank_key
 
-Path: TypeAlias = tuple[Any, ...]
-"""The keys and positions that lead to a value."""
-
 ABSENT = object()
-
-
-def flat(path: Path) -> str:
-    """The flat key of a path."""
-    return ".".join(map(str, path))
 
 
 @dataclass
@@ -65,24 +57,24 @@ def has_value(key: str, metadata: Metadata) -> bool:
 def saved_places(metadata: Metadata) -> dict[str, SavedByRank]:
     """The places at which ranks saved values of their own, by flat key."""
     places: dict[str, SavedByRank] = {}
-    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    paths = paths_of(metadata.planner_data)
 
-    def note(key: str, path: Path | None) -> None:
+    def note(key: str, path: Path) -> None:
         told = rank_key(key)
         if told is None:
             return
         saved = places.setdefault(told.place, SavedByRank())
         saved.world_sizes.add(told.world_size)
         saved.ranks.add(told.rank)
-        names = [step for step in path or () if rank_key(str(step)) is not None]
-        saved.path = path[: path.index(names[0])] if path and names else (told.place,)
+        names = [step for step in path if rank_key(str(step)) is not None]
+        saved.path = path[: path.index(names[0])] if names else (told.place,)
 
     for key in metadata.state_dict_metadata:
         if "@rank-" in key:
-            note(key, paths.get(key))
+            note(key, paths.get(key, ()))
     # The value of a rank may be an empty dict, which has no key.
     for path in containers_of(paths):
-        note(flat(path), path)
+        note(flat_key(path), path)
     return places
 
 

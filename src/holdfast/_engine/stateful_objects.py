@@ -9,7 +9,7 @@ import torch
 
 from holdfast._engine.stale_optimizers import warn_of_stale
 from holdfast._model_state.exact_load import load_exactly
-from holdfast._plan.flatten import PLAIN_VALUES
+from holdfast._plan.flatten import PLAIN_VALUES, refusing_endless
 from holdfast.errors import UsageError
 from holdfast.stateful import Stateful
 
@@ -45,10 +45,8 @@ def open_states(state: Mapping[Any, Any] | Stateful) -> tuple[dict[Any, Any], li
         UsageError: The state is neither a mapping nor a Stateful object, or it contains itself.
     """
     found: list[OpenedState] = []
-    try:
+    with refusing_endless():
         opened = _open(state, found) if not isinstance(state, Mapping) else _open_entries(state, found)
-    except RecursionError:
-        raise UsageError("the state contains itself, or is nested too deeply to be saved") from None
     if not isinstance(opened, Mapping):
         kind = f"the class {state.__name__}" if isinstance(state, type) else f"a {type(state).__name__}"
         kind = kind.replace("a NoneType", "None")

@@ -1,18 +1,19 @@
 """Tensor subclasses, wherever they stand in a state: replaced by their parts, and filled by a load."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast._engine.ports import LoadPlannerPort
-from holdfast._engine.saved_by_rank import Path, find, flat
-from holdfast._engine.stateful_objects import copy_with, entries_of
-from holdfast._plan.fit import check_dtype, warn_of_casts
+from holdfast._contents.nested_state import Path
+from holdfast._engine.ports import LoadPlannerPort, SavePlannerPort
+from holdfast._engine.saved_by_rank import find
+from holdfast._engine.state_walk import StateWalk
+from holdfast._plan.dtype_fit import DtypeFit
 from holdfast._plan.fit_report import FitReport
-from holdfast._plan.flatten import containers_of
+from holdfast._plan.flatten import containers_of, flat_key
 from holdfast._plan.stored_tree import stored_subclasses
 from holdfast._tensors.chunks import PLAIN_TYPES, global_shape, local_chunks
 from holdfast._tensors.shard_parts import nothing_of
@@ -26,89 +27,38 @@ from holdfast._tensors.tensor_parts import (
     take_apart,
     why_other,
 )
-from holdfast.errors import UsageError
 from holdfast.metadata import Metadata, TensorStorageMetadata
 
 
-def open_subclasses(state: dict[str, Any]) -> dict[str, Any]:
+def open_subclasses(state: dict[str, Any], planner: SavePlannerPort) -> dict[str, Any]:
     """The state to save: each tensor that is made of others replaced by its parts.
 
-    The state itself where there is none. Leaves, and containers without such a tensor, are shared with it.
+    The state itself where there is none, or if the planner does not give each part a key of its own. Leaves,
+    and containers without such a tensor, are shared with it.
 
     Raises:
         PlanError: A tensor cannot be stored as its parts.
     """
 
     def replace(value: torch.Tensor, path: Path) -> Any:
-        return take_apart(value, flat(path)) if is_made_of_parts(value) else value
+        return take_apart(value, flat_key(path)) if is_made_of_parts(value) else value
 
-    return _SubclassWalk(replace, all_dtensors=False).start(state)
+    return _walk(replace, all_dtensors=False).start(state) if planner.flattens else state
 
 
-class _SubclassWalk:
-    """Copies the containers on the way to tensors that are made of others, and puts something in their place.
+def _walk(replace: Callable[[torch.Tensor, Path], Any], *, all_dtensors: bool) -> StateWalk:
+    """The walk to tensors that are made of others; also to DTensors of plain tensors, if all are wanted."""
+    # One tensor in two places is the same tensor in both places of the copy.
+    replaced: dict[int, tuple[torch.Tensor, Any]] = {}
 
-    Args:
-        replace: Returns what stands for a tensor, or the tensor itself.
-        all_dtensors: Whether it is asked about DTensors of plain tensors, too.
-
-    Attributes:
-        copies: The containers that were copied, each with its copy.
-    """
-
-    def __init__(self, replace: Callable[[torch.Tensor, Path], Any], *, all_dtensors: bool) -> None:
-        self.replace = replace
-        self.all_dtensors = all_dtensors
-        self.copies: list[tuple[Any, Any]] = []
-        self._leaves: set[type] = {torch.Tensor, torch.nn.Parameter}
-        # One tensor in two places is the same tensor in both places of the copy.
-        self._replaced: dict[int, tuple[torch.Tensor, Any]] = {}
-
-    def start(self, state: dict[str, Any]) -> dict[str, Any]:
-        try:
-            opened: dict[str, Any] = self._open(state, ())
-        except RecursionError:
-            raise UsageError("the state contains itself, or is nested too deeply to be saved") from None
-        return opened
-
-    def _open(self, value: Any, path: Path) -> Any:
-        # By the classes of all entries at once: 100,000 tensors take 2 milliseconds.
-        kinds = set(map(type, value.values() if isinstance(value, Mapping) else value))
-        if kinds <= self._leaves or not {kind for kind in kinds if self._may_hold(kind)}:
+    def replace_once(value: torch.Tensor, path: Path) -> Any:
+        if type(value) is DTensor and not all_dtensors and type(value._local_tensor) in PLAIN_TYPES:  # noqa: SLF001
             return value
-        changed = {}
-        leaves = self._leaves
-        for key, entry in entries_of(value):
-            kind = type(entry)
-            # The second is what an optimizer has for each of 30,000 parameters: a microsecond each.
-            if kind in leaves or (kind is dict and leaves.issuperset(map(type, entry.values()))):
-                continue
-            if kind is DTensor and not self.all_dtensors and type(entry._local_tensor) in PLAIN_TYPES:  # noqa: SLF001
-                continue
-            opened = self._opened(entry, (*path, key))
-            if opened is not entry:
-                changed[key] = opened
-        if not changed:
-            return value
-        copied = copy_with(value, changed)
-        self.copies.append((value, copied))
-        return copied
+        if id(value) not in replaced:
+            replaced[id(value)] = value, replace(value, path)
+        return replaced[id(value)][1]
 
-    def _opened(self, entry: Any, path: Path) -> Any:
-        if not isinstance(entry, torch.Tensor):
-            return self._open(entry, path)
-        if id(entry) not in self._replaced:
-            self._replaced[id(entry)] = entry, self.replace(entry, path)
-        return self._replaced[id(entry)][1]
-
-    def _may_hold(self, kind: type) -> bool:
-        if kind in self._leaves:
-            return False
-        is_container = issubclass(kind, Mapping | list) and not issubclass(kind, TensorParts)
-        if is_container or has_parts(kind) or issubclass(kind, DTensor):
-            return True
-        self._leaves.add(kind)
-        return False
+    return StateWalk(torch.Tensor, lambda kind: has_parts(kind) or issubclass(kind, DTensor), replace_once)
 
 
 @dataclass
@@ -153,12 +103,12 @@ class LoadParts:
             if (about := containers[path].tensor) is not None
         }
         self._opened: dict[int, _OpenedTensor] = {}
-        self._walk = _SubclassWalk(self._replace, all_dtensors=bool(self._stored))
+        self._walk = _walk(self._replace, all_dtensors=bool(self._stored))
         self.state = self._walk.start(state)
         self._check(FitReport())
 
     def _replace(self, value: torch.Tensor, path: Path) -> Any:
-        key = flat(path)
+        key = flat_key(path)
         if is_made_of_parts(value):
             parts = take_apart(value, key)
         elif key in self._stored and isinstance(value, DTensor) and not local_chunks(value):
@@ -183,7 +133,7 @@ class LoadParts:
 
     def _check(self, report: FitReport) -> None:
         wanted: dict[str, About] = {}
-        narrowed: list[str] = []
+        dtypes = DtypeFit(report, self._planner.cast)
         for opened in self._opened.values():
             _note(opened.key, opened.parts, wanted)
             if self._planner.allows_partial or self._planner.ignores_shapes:
@@ -200,7 +150,7 @@ class LoadParts:
                 if reason := why_other(about, wanted[key]):
                     report.add("kind", key, reason)
                 if about["dtype"] != wanted[key]["dtype"]:
-                    self._check_dtype(key, about["dtype"], wanted[key]["dtype"], report, narrowed)
+                    _check_dtype(key, about["dtype"], wanted[key]["dtype"], dtypes)
             elif isinstance(here := find(self.state, path), torch.Tensor) or here is None:
                 name = TensorParts(about=about).class_name
                 report.add(
@@ -210,7 +160,7 @@ class LoadParts:
                     "them into a tensor of that class, or into a dict",
                 )
         report.raise_if_any()
-        warn_of_casts(narrowed)
+        dtypes.warn()
 
     def _check_parts(self, key: str, parts: TensorParts, report: FitReport) -> None:
         """Report a tensor of which the planner would load some parts, and leave others as they are."""
@@ -225,28 +175,24 @@ class LoadParts:
                 sizes = f"shape {tuple(entry.size)}, the state {tuple(global_shape(part))}"
                 report.add("shape", name, f"Size mismatch: the checkpoint has {sizes}, in a part of a tensor")
 
-    def _check_dtype(self, key: str, found: str, wanted: str, report: FitReport, narrowed: list[str]) -> None:
-        try:
-            dtype = torch_constant(found)
-        except TypeError as error:
-            report.add("dtype", key, str(error))
-        else:
-            check_dtype(key, dtype, torch_constant(wanted), self._planner.cast, report, narrowed)
-
     def finish(self) -> None:
         """After the load: put what was loaded where it belongs, and tensors where their parts stood."""
-        copied_ones = {id(copied) for _, copied in self._walk.copies}
-        for original, copied in self._walk.copies:
-            for key, value in entries_of(copied):
-                if id(value) in copied_ones:
-                    continue
-                opened = self._opened.get(id(value))
-                loaded = value if opened is None else opened.tensor
-                if opened is not None and opened.is_held:
-                    loaded = put_together(opened.tensor, opened.parts)
-                is_new = isinstance(original, Mapping) and key not in original
-                if is_new or original[key] is not loaded:
-                    original[key] = loaded
+        self._walk.put_back(lambda _, value: self._loaded(value))
+
+    def _loaded(self, value: Any) -> Any:
+        opened = self._opened.get(id(value))
+        if opened is None:
+            return value
+        return put_together(opened.tensor, opened.parts) if opened.is_held else opened.tensor
+
+
+def _check_dtype(key: str, stored: str, wanted: str, dtypes: DtypeFit) -> None:
+    try:
+        dtype = torch_constant(stored)
+    except TypeError as error:
+        dtypes.report.add("dtype", key, str(error))
+    else:
+        dtypes.check(key, dtype, torch_constant(wanted))
 
 
 def _note(key: str, parts: TensorParts, wanted: dict[str, About]) -> None:

@@ -3,30 +3,32 @@
 import logging
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from holdfast._format.description import OBJECT
+from holdfast._human_units import some_of
 from holdfast._plan.container_fit import ContainerFit
+from holdfast._plan.dtype_fit import DtypeFit
 from holdfast._plan.fit_report import FitReport
+from holdfast._plan.flatten import paths_of
 from holdfast._plan.load_coverage import is_of_another_rank, own_places
 from holdfast._plan.metadata_entries import description_of, directory_of, dtypes_of, is_one_whole_chunk
-from holdfast._plan.read_columns import ReadColumns
+from holdfast._plan.read_columns import ReadColumns, ReadItems
 from holdfast._plan.reshard import Resharding
 from holdfast._tensors.checkpointable import describes_itself
 from holdfast._tensors.chunks import dtype_of, global_shape, is_tensor, local_parts, refuse_undescribable
 from holdfast._tensors.layout_table import LayoutTable
-from holdfast._user_warning import warn_user
 from holdfast.errors import PlanError
 from holdfast.metadata import Metadata
 from holdfast.per_rank import KEPT
+from holdfast.planner import LoadPlan
 
 logger = logging.getLogger(__name__)
 _MOST_NAMED = 20
 _MOST_EXAMPLES = 3
-_FLOAT4 = vars(torch).get("float4_e2m1fn_x2")
-"""Two numbers in a byte: torch cannot cast them. Older torch does not have them."""
 _NUMBER_OF_RANK = re.compile(r"(?<=rank)[-_.]?\d+")
 
 
@@ -35,78 +37,97 @@ def plan_load(
     metadata: Metadata,
     *,
     allow_missing: bool,
-    refuse_unexpected: bool | None,
-    cast: bool | None,
+    refuse_unexpected: bool | None = False,
+    cast: bool | None = None,
     ignore_mismatched_sizes: bool = False,
-    paths: Mapping[str, Any] | None = None,
-) -> ReadColumns:
-    """What is to be read to fill a flat state, once it is known that everything fits.
+    paths: Mapping[str, Any] = MappingProxyType({}),
+) -> LoadPlan:
+    """What one rank must read to fill a flat state, once it is known that everything fits.
 
-    ``paths`` is the structure of the state, if it was nested. The others say how closely it must fit; see
-    ``DefaultLoadPlanner`` for their meanings.
+    Args:
+        state: The flat state.
+        metadata: The checkpoint's metadata.
+        allow_missing: As ``allow_partial_load`` of ``DefaultLoadPlanner``.
+        refuse_unexpected: As ``strict`` of ``DefaultLoadPlanner``.
+        cast: As for ``DefaultLoadPlanner``.
+        ignore_mismatched_sizes: As for ``DefaultLoadPlanner``.
+        paths: The structure of the flat state, if it was nested: with it, values in the place of containers
+            are found, and the reverse.
 
     Raises:
         PlanError: Something does not fit; it lists everything that does not, over all keys.
         InvalidPlanError: The checkpoint lacks a part of a tensor.
     """
-    directory, dtypes = directory_of(metadata), dtypes_of(metadata)
-    columns = ReadColumns(directory)
-    containers = ContainerFit(paths or {}, metadata)
-    report, narrowed, sharded = FitReport(), list[str](), list[tuple[str, int]]()
-    mismatched, layouts = list[str](), LayoutTable()
-    numbers, kinds, strided = directory.numbers, directory.kinds, torch.strided
-    shape_at, shapes, row = directory.shape_at, directory.shapes, directory.row
-    properties, size = directory.properties, torch.Size
-    all_are_whole = description_of(metadata).all_are_whole()
-    add_key, add_row = columns.keys.append, columns.rows.append
-    for key, value in state.items():
-        number = numbers.get(key)
+    columns, layouts = ReadColumns(directory_of(metadata)), LayoutTable()
+    directory, stored_dtypes = columns.directory, dtypes_of(metadata)
+    report, containers = FitReport(), ContainerFit(paths, metadata)
+    dtypes = DtypeFit(report, cast)
+    resharded, mismatched = list[tuple[str, int]](), list[str]()
+    for key, number in _take_whole(state, metadata, columns, report):
+        value = state[key]
         if number is None:
             why = containers.why_missing(key, value)
             if why or not allow_missing:
                 report.add_missing(key, why)
             continue
+        size = torch.Size(directory.shape(number))
+        if ignore_mismatched_sizes and is_tensor(value) and global_shape(value) != size:
+            mismatched.append(f"{key} has {tuple(size)} in the checkpoint, {tuple(global_shape(value))} here")
+            continue
+        _check_tensor(key, size, stored_dtypes[directory.properties[number]], value, dtypes, layouts)
+        resharded.append((key, number))
+    for key in containers.unfilled():
+        report.add("kind", key, "the checkpoint has a value here, the state an empty container")
+    _check_unexpected(state, metadata, report, refuse=refuse_unexpected)
+    resharding = Resharding(columns, layouts)
+    for key, number in resharded:
+        resharding.fill_tensor(key, number, state[key])
+    if mismatched:
+        logger.warning(
+            "%d tensors are left as they are, because their shapes differ: %s",
+            *(len(mismatched), some_of(mismatched, _MOST_NAMED, "; ")),
+        )
+    dtypes.warn()
+    return LoadPlan(ReadItems(columns))
+
+
+def _take_whole(
+    state: dict[str, Any], metadata: Metadata, columns: ReadColumns, report: FitReport
+) -> list[tuple[str, int | None]]:
+    """Add to a plan the objects, and the tensors that are the same on both sides.
+
+    Returns:
+        All other keys, each with its number in the checkpoint, or None if it is not there.
+    """
+    directory, dtypes = columns.directory, dtypes_of(metadata)
+    numbers, kinds, strided = directory.numbers, directory.kinds, torch.strided
+    shape_at, shapes, row = directory.shape_at, directory.shapes, directory.row
+    properties, size = directory.properties, torch.Size
+    all_are_whole = description_of(metadata).all_are_whole()
+    add_key, add_row = columns.keys.append, columns.rows.append
+    others: list[tuple[str, int | None]] = []
+    for key, value in state.items():
+        number = numbers.get(key)
+        if number is None:
+            others.append((key, None))
+            continue
         if kinds[number] == OBJECT:
             if is_tensor(value) and not describes_itself(value):
                 report.add("kind", key, "the checkpoint has an object here, the state a tensor")
-            add_key(key)
-            add_row(row[number])
-            continue
-        shape = shapes[shape_at[number] : shape_at[number + 1]]
         # What nearly all of 100,000 tensors are: one chunk, and the same on both sides.
-        if (
+        elif not (
             type(value) is torch.Tensor
-            and value.shape == size(shape)
+            and value.shape == size(shapes[shape_at[number] : shape_at[number + 1]])
             and value.dtype is dtypes[properties[number]]
             and value.layout is strided
             and value.is_contiguous()
             and (all_are_whole or is_one_whole_chunk(directory, number))
         ):
-            add_key(key)
-            add_row(row[number])
+            others.append((key, number))
             continue
-        if ignore_mismatched_sizes and is_tensor(value) and global_shape(value) != size(shape):
-            mismatched.append(
-                f"{key} has {tuple(shape)} in the checkpoint, {tuple(global_shape(value))} here"
-            )
-            continue
-        dtype = dtypes[properties[number]]
-        _check_tensor(key, size(shape), dtype, value, cast, report, narrowed, layouts)
-        sharded.append((key, number))
-    for key in containers.unfilled():
-        report.add("kind", key, "the checkpoint has a value here, the state an empty container")
-    _check_unexpected(state, metadata, report, refuse=refuse_unexpected)
-    resharding = Resharding(columns, layouts)
-    for key, number in sharded:
-        resharding.fill_tensor(key, number, state[key])
-    if mismatched:
-        logger.warning(
-            "%d tensors are left as they are, because their shapes differ: %s",
-            len(mismatched),
-            _listed(mismatched, "; "),
-        )
-    warn_of_casts(narrowed)
-    return columns
+        add_key(key)
+        add_row(row[number])
+    return others
 
 
 def _check_unexpected(
@@ -121,30 +142,10 @@ def _check_unexpected(
         _warn_of_forgotten(unexpected, state, metadata)
 
 
-def warn_of_casts(narrowed: list[str]) -> None:
-    """Warn of what is cast without the caller's word; ``check_dtype`` notes it."""
-    if narrowed:
-        warn_user(
-            f"tensors are cast on load: {_listed(narrowed, '; ')}. cast=True says it is meant, cast=False "
-            "raises."
-        )
-
-
-def _listed(names: list[str], separator: str) -> str:
-    more = f"{separator}and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return separator.join(names[:_MOST_NAMED]) + more
-
-
 def _check_tensor(
-    key: str,
-    size: torch.Size,
-    dtype: torch.dtype,
-    value: Any,
-    cast: bool | None,
-    report: FitReport,
-    narrowed: list[str],
-    layouts: LayoutTable,
+    key: str, size: torch.Size, dtype: torch.dtype, value: Any, dtypes: DtypeFit, layouts: LayoutTable
 ) -> None:
+    report = dtypes.report
     if not is_tensor(value):
         problem = f"the checkpoint has a tensor here, the state a value of type {type(value).__name__}"
         report.add("kind", key, problem)
@@ -161,59 +162,14 @@ def _check_tensor(
         return
     if any(map(_repeats_memory, memory)):
         report.add("kind", key, "the state's tensor is expanded: several elements share one place in memory")
-    if describes_itself(value):
-        for wanted in {part.dtype for part in memory}:
-            check_dtype(key, dtype, wanted, cast, report, narrowed)
-        return
-    check_dtype(key, dtype, dtype_of(value), cast, report, narrowed)
-
-
-def check_dtype(
-    key: str,
-    dtype: torch.dtype,
-    wanted: torch.dtype,
-    cast: bool | None,
-    report: FitReport,
-    narrowed: list[str],
-) -> None:
-    """Report a dtype that may not be cast; note one whose cast may change values, for a warning."""
-    if dtype == wanted:
-        return
-    if _FLOAT4 is not None and _FLOAT4 in (dtype, wanted):
-        problem = (
-            f"the checkpoint has {dtype}, the state {wanted}, and torch cannot cast them; load into {dtype}"
-        )
-        report.add("dtype", key, problem)
-        return
-    if cast is True:
-        return
-    if cast is False or _kind(dtype) != _kind(wanted):
-        problem = f"the checkpoint has {dtype}, the state {wanted}; pass cast=True to cast it"
-        report.add("dtype", key, problem)
-    elif not _holds_all(wanted, dtype):
-        narrowed.append(f"{key} from {dtype} to {wanted}")
-
-
-def _holds_all(wider: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether each value of ``dtype`` is one of ``wider``, a dtype of the same kind."""
-    if not (dtype.is_floating_point and wider.is_floating_point):
-        return dtype.itemsize < wider.itemsize and (dtype.is_signed <= wider.is_signed)
-    one, other = torch.finfo(wider), torch.finfo(dtype)
-    return one.eps <= other.eps and one.max >= other.max and one.smallest_normal <= other.smallest_normal
+    for wanted in {part.dtype for part in memory} if describes_itself(value) else {dtype_of(value)}:
+        dtypes.check(key, dtype, wanted)
 
 
 def _repeats_memory(tensor: torch.Tensor) -> bool:
     return not tensor.is_contiguous() and any(
         step == 0 and length > 1 for step, length in zip(tensor.stride(), tensor.shape, strict=True)
     )
-
-
-def _kind(dtype: torch.dtype) -> str:
-    if dtype.is_complex:
-        return "complex"
-    if dtype.is_floating_point:
-        return "float"
-    return "bool" if dtype == torch.bool else "int"
 
 
 def _unexpected(state: dict[str, Any], metadata: Metadata) -> list[str]:
@@ -235,22 +191,17 @@ def _warn_of_forgotten(unexpected: list[str], state: dict[str, Any], metadata: M
         return
     # A program that loads only its model from a checkpoint of model and optimizer means it. A key below
     # a container that is being loaded was more likely forgotten: a momentum buffer, a buffer of a module.
-    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    paths = paths_of(metadata.planner_data)
     roots = {_root(key, paths) for key in state}
     forgotten = [key for key in unexpected if _root(key, paths) in roots and len(paths.get(key, ())) > 1]
     # Programs keep values of each rank under names such as ``dp_rank_1``, and each rank loads its own.
     of_ranks = {name for key in state if (name := _NUMBER_OF_RANK.sub("", key)) != key}
     forgotten = [key for key in forgotten if not of_ranks or _NUMBER_OF_RANK.sub("", key) not in of_ranks]
     if forgotten:
-        more = ", ..." if len(forgotten) > _MOST_EXAMPLES else ""
         logger.warning(
-            "%d value(s) of the checkpoint are not loaded, because the state does not have them: %s%s "
+            "%d value(s) of the checkpoint are not loaded, because the state does not have them: %s "
             "(strict=True makes this an error, strict=False hides it)",
-            *(
-                len(forgotten),
-                ", ".join(forgotten[:_MOST_EXAMPLES]),
-                more,
-            ),
+            *(len(forgotten), some_of(forgotten, _MOST_EXAMPLES)),
         )
 
 

@@ -5,9 +5,10 @@ keys. torch turns every key of a dict into a string on the way and forgets what 
 both (:class:`TypedKey`), and a :class:`Structure` also remembers the containers that hold no leaf.
 """
 
+import contextlib
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from holdfast._contents.nested_state import Container, Path, build_nested, true_key
@@ -64,7 +65,7 @@ class Structure(dict[str, Path]):
                 continue
             ours, theirs = known.tensor, container.tensor
             if ours["dtype"] != theirs["dtype"] or why_other(ours, theirs):
-                key = ".".join(map(str, where))
+                key = flat_key(where)
                 raise PlanError(
                     f"{key}: ranks hold different tensors here: {known.tensor} and {container.tensor}",
                     key=key,
@@ -75,6 +76,25 @@ def _structure_as_received(paths: bytes, containers: dict[Path, Container]) -> S
     made = Structure(unpack(paths, dict))
     made.containers = containers
     return made
+
+
+@contextlib.contextmanager
+def refusing_endless() -> Iterator[None]:
+    """Make the RecursionError of a walk over a state an error that says what is wrong with the state."""
+    try:
+        yield
+    except RecursionError:
+        raise UsageError("the state contains itself, or is nested too deeply to be saved") from None
+
+
+def flat_key(path: Path) -> str:
+    """The flat key of a path."""
+    return ".".join(map(str, path))
+
+
+def paths_of(planner_data: Any) -> dict[str, Path]:
+    """The path of each flat key that a checkpoint's planner data records; a planner may have others there."""
+    return planner_data if isinstance(planner_data, dict) else {}
 
 
 def containers_of(planner_data: Any) -> dict[Path, Container]:
@@ -131,7 +151,7 @@ def _refuse_other_kinds(merged: Structure, all_ranks: list[Any], stored: Collect
             kinds[path] = kind
             path, kind = path[:-1], "list" if type(path[-1]) is int else "dict"
         if path and kinds[path] != kind:
-            key = ".".join(map(str, path))
+            key = flat_key(path)
             if "value" in (kinds[path], kind) and key not in stored:
                 # A rank outside of a mesh has a tensor without elements where others have the parts of one.
                 if kind != "value":
@@ -174,10 +194,8 @@ def flatten(
         UsageError: Two leaves have the same flat key, or the state contains itself.
     """
     walk = _Flattening(is_tensor, open_every_dict=open_every_dict)
-    try:
+    with refusing_endless():
         walk.visit_dict((), state)
-    except RecursionError:
-        raise UsageError("the state contains itself, or is nested too deeply to be saved") from None
     return walk.leaves, walk.structure, walk.slots
 
 

@@ -11,6 +11,7 @@ checkpoint has other keys with the same first name says nothing there: a layer m
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from holdfast.errors import MissingKeyError, ShapeMismatchError, UsageError
@@ -171,24 +172,14 @@ def _same_names(keys: list[str], stored: Collection[str], asked: set[str]) -> tu
     keys = keys[:_SAMPLE]
     for key in keys[:_MOST_TRIED]:
         steps = key.split(".")
-        for depth in range(1, len(steps)):
-            shorter = ".".join(steps[depth:])
-            prefix = key[: -len(shorter)]
-            if shorter in stored and shorter not in asked:
-                renamed = [one.removeprefix(prefix) for one in keys if one.startswith(prefix)]
-                if _are_mostly_in(renamed, keys, stored):
-                    return key, shorter
-        end = f".{key}"
-        for longer in stored:
-            if longer.endswith(end) and longer not in asked:
-                prefix = longer[: -len(key)]
-                if _are_mostly_in([prefix + one for one in keys], keys, stored):
-                    return key, longer
+        shorter = (".".join(steps[depth:]) for depth in range(1, len(steps)))
+        longer = (name for name in stored if name.endswith(f".{key}"))
+        for there in chain((name for name in shorter if name in stored), longer):
+            less, more = key[: max(0, len(key) - len(there))], there[: max(0, len(there) - len(key))]
+            renamed = [more + one[len(less) :] for one in keys if one.startswith(less)]
+            if there not in asked and 2 * sum(name in stored for name in renamed) >= len(keys):
+                return key, there
     return None
-
-
-def _are_mostly_in(renamed: list[str], keys: list[str], stored: Collection[str]) -> bool:
-    return 2 * sum(name in stored for name in renamed) >= len(keys)
 
 
 def _most_alike(key: str, stored: Iterable[str]) -> str:

@@ -1,12 +1,11 @@
 """Small values that differ between ranks and are kept for each: how many may be, and what they are called."""
 
 import pickle
-from collections.abc import Collection, Mapping
-from itertools import islice
+from collections.abc import Mapping
 from typing import Any
 
 from holdfast._contents.nested_state import Container, Path
-from holdfast._plan.flatten import Structure, container_kinds, containers_of
+from holdfast._plan.flatten import Structure, container_kinds, containers_of, flat_key
 from holdfast._tensors.chunks import is_tensor
 from holdfast._tensors.tensor_fingerprint import SMALL
 from holdfast.errors import UsageError
@@ -29,9 +28,6 @@ metadata, which a load sends to every rank: 24 MB at most. 1000 statistics on 40
 """
 
 
-_MOST_NAMED = 5
-
-
 class _TooLargeError(Exception):
     pass
 
@@ -46,12 +42,6 @@ class _Counter:
         self.nbytes += memoryview(data).nbytes
         if self.nbytes > LARGEST_OBJECT:
             raise _TooLargeError
-
-
-def name_some(keys: Collection[str]) -> str:
-    """A few keys for a warning, and how many more there are."""
-    more = f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
-    return ", ".join(islice(keys, _MOST_NAMED)) + more
 
 
 def refuse_reserved(state: Mapping[Any, Any]) -> None:
@@ -122,10 +112,10 @@ def rename_kept(
     moved: dict[Path, Container] = {}
     if not names.keys() <= state.keys():
         for path, kind in container_kinds(paths).items():
-            if (key := ".".join(map(str, path))) in names and key not in state:
+            if (key := flat_key(path)) in names and key not in state:
                 moved[path] = known.get(path, Container(kind, len(renamed)))
     structure.containers = {
-        (names[".".join(map(str, path))].partition(".")[0], *path) if path in moved else path: container
+        (names[flat_key(path)].partition(".")[0], *path) if path in moved else path: container
         for path, container in (known | moved).items()
     }
     return renamed, structure

@@ -78,15 +78,21 @@ class _Chunks:
         return [ChunkStorageMetadata(size(offsets), size(lengths)) for offsets, lengths in boxes]
 
 
+def unchanged_entries(metadata: Metadata) -> MetadataEntries | None:
+    """The entries, if they are what their columns say; None if somebody has made or changed some."""
+    entries = metadata.state_dict_metadata
+    return entries if isinstance(entries, MetadataEntries) and not entries.is_open else None
+
+
 def entries_apart(metadata: Metadata) -> Mapping[str, STORAGE_TYPES]:
     """The entries, to be looked at but not changed.
 
     An entry of the metadata itself is compared with its columns from then on, each time that these are used.
     """
-    entries = metadata.state_dict_metadata
-    if isinstance(entries, MetadataEntries) and not entries.is_open:
-        return MetadataEntries(entries.columns, "the metadata", entries.directory)
-    return entries
+    known = unchanged_entries(metadata)
+    if known is None:
+        return metadata.state_dict_metadata
+    return MetadataEntries(known.columns, "the metadata", known.directory)
 
 
 def dtypes_of(metadata: Metadata) -> list[torch.dtype]:
@@ -97,9 +103,9 @@ def dtypes_of(metadata: Metadata) -> list[torch.dtype]:
 
 def description_of(metadata: Metadata) -> Description:
     """What the metadata describes, as columns; they are made from the records if somebody has seen those."""
-    entries = metadata.state_dict_metadata
-    if isinstance(entries, MetadataEntries) and not entries.is_open:
-        return entries.columns
+    known, entries = unchanged_entries(metadata), metadata.state_dict_metadata
+    if known is not None:
+        return known.columns
     tensors = [entry for entry in entries.values() if isinstance(entry, TensorStorageMetadata)]
     chunks = [chunk for entry in tensors for chunk in entry.chunks]
     properties, used = numbered(properties_in_words(*entry.properties.__getstate__()) for entry in tensors)
@@ -155,10 +161,8 @@ def chunk_boxes(directory: Directory, number: int) -> tuple[torch.Tensor, torch.
 
 def directory_of(metadata: Metadata) -> Directory:
     """Where each key's part of the columns of ``description_of`` begins."""
-    entries = metadata.state_dict_metadata
-    if isinstance(entries, MetadataEntries) and not entries.is_open:
-        return entries.directory
-    return Directory(description_of(metadata))
+    known = unchanged_entries(metadata)
+    return Directory(description_of(metadata)) if known is None else known.directory
 
 
 @functools.lru_cache(maxsize=1024)

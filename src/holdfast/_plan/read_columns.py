@@ -114,15 +114,21 @@ class ReadItems(DeferredList[ReadItem]):
         return False
 
 
+def read_columns_of(plan: LoadPlan) -> ReadColumns | None:
+    """The items of a plan as columns; None if somebody has made or changed them."""
+    columns: ReadColumns | None = plan.items.columns if isinstance(plan.items, ReadItems) else None
+    return columns
+
+
 def keys_of(plan: LoadPlan) -> list[str]:
     """The key of each item of a plan."""
-    columns = plan.items.columns if isinstance(plan.items, ReadItems) else None
+    columns = read_columns_of(plan)
     return [item.dest_index.fqn for item in plan.items] if columns is None else columns.keys
 
 
 def plan_of_keys(plan: LoadPlan, keys: Collection[str]) -> LoadPlan:
     """A plan of those items of ``plan`` that fill some keys."""
-    columns = plan.items.columns if isinstance(plan.items, ReadItems) else None
+    columns = read_columns_of(plan)
     if columns is None:
         return LoadPlan([item for item in plan.items if item.dest_index.fqn in keys])
     return LoadPlan(ReadItems(columns.take(n for n, key in enumerate(columns.keys) if key in keys)))
@@ -130,5 +136,5 @@ def plan_of_keys(plan: LoadPlan, keys: Collection[str]) -> LoadPlan:
 
 def stored_keys_of(plan: LoadPlan) -> list[str]:
     """For each item of a plan the key of what it reads: another one than it fills, if a planner renames."""
-    columns = plan.items.columns if isinstance(plan.items, ReadItems) else None
+    columns = read_columns_of(plan)
     return [item.storage_index.fqn for item in plan.items] if columns is None else columns.keys

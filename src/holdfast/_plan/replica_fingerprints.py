@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from holdfast._contents.nested_state import Path
 from holdfast._objects.object_fingerprint import fingerprint
-from holdfast._plan.flatten import container_kinds
+from holdfast._plan.flatten import container_kinds, flat_key
 from holdfast._tensors.checkpointable import describes_itself
 from holdfast._tensors.chunks import is_sharded, is_tensor
 from holdfast._tensors.dtensors import held_pieces, memory_of_piece
@@ -66,7 +66,7 @@ def fingerprint_replicas(
         mark = fingerprint_tensor(value, full=full) if is_tensor(value) else fingerprint(value)
         everywhere[key] = UNKNOWN if mark is None else mark
     for path, kind in container_kinds(paths).items():
-        key = ".".join(map(str, path))
+        key = flat_key(path)
         if rank_key(key) is None:
             everywhere.setdefault(key, _CONTAINERS[kind])
     return found

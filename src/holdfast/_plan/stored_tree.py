@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from holdfast._contents.nested_state import Container, Path
-from holdfast._plan.flatten import containers_of, unflatten
+from holdfast._plan.flatten import containers_of, flat_key, paths_of, unflatten
 from holdfast._plan.metadata_entries import entries_apart
 from holdfast.metadata import Metadata
 
@@ -23,7 +23,7 @@ def stored_trees(metadata: Metadata, paths: Iterable[Sequence[Any]]) -> dict[tup
     depths = sorted({len(names) for names in wanted})
     # Most keys of a checkpoint are below no path, which their first step tells.
     roots = {names[0] for names in wanted if names}
-    known: dict[str, Path] = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    known = paths_of(metadata.planner_data)
     leaves: dict[tuple[str, ...], dict[str, Path]] = {}
     containers: dict[tuple[str, ...], dict[Path, Container]] = {}
 
@@ -50,7 +50,7 @@ def stored_trees(metadata: Metadata, paths: Iterable[Sequence[Any]]) -> dict[tup
 def stored_subclasses(metadata: Metadata) -> dict[str, Path]:
     """The tensors that a checkpoint has as their parts: flat keys, each with its path."""
     return {
-        ".".join(map(str, path)): path
+        flat_key(path): path
         for path, container in containers_of(metadata.planner_data).items()
         if container.tensor is not None
     }

@@ -7,7 +7,8 @@ import torch
 
 from holdfast._contents.nested_state import Container, Path
 from holdfast._format.item_table import StorageInfo
-from holdfast._plan.flatten import containers_of, unflatten
+from holdfast._human_units import some_of
+from holdfast._plan.flatten import containers_of, flat_key, paths_of, unflatten
 from holdfast._planners.load_planner import DefaultLoadPlanner
 from holdfast._torch_compat import to_ours
 from holdfast.errors import MetadataFormatError, MissingKeyError, UsageError
@@ -47,7 +48,7 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         if metadata is None:
             raise UsageError("the planner was set up without the checkpoint's metadata")
         metadata = to_ours(metadata)
-        paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        paths = paths_of(metadata.planner_data)
         leaves = {
             key: _memory_for(key, entry, metadata.storage_data)
             if isinstance(entry, TensorStorageMetadata)
@@ -57,7 +58,7 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         }
         state_dict.update(unflatten(leaves, paths, self._wanted_containers(leaves, paths)))
         if self.keys and not state_dict:
-            names = ", ".join(sorted(self.keys)[:20])
+            names = some_of(sorted(self.keys), 20)
             raise MissingKeyError(
                 f"the checkpoint has none of the keys asked for: {names}", key=min(self.keys)
             )
@@ -73,12 +74,12 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         return {
             path: container
             for path, container in containers.items()
-            if path in above or self._is_wanted(".".join(map(str, path)), path)
+            if path in above or self._is_wanted(flat_key(path), path)
         }
 
     def _is_wanted(self, key: str, path: tuple[Any, ...]) -> bool:
         assert self.keys is not None
-        names = {".".join(map(str, path[:depth])) for depth in range(1, len(path) + 1)}
+        names = {flat_key(path[:depth]) for depth in range(1, len(path) + 1)}
         return key in self.keys or not names.isdisjoint(self.keys)
 
 

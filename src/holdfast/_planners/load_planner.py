@@ -5,7 +5,8 @@ checkpoint fits the state, and ``reshard`` finds which boxes of which chunks fil
 """
 
 import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +18,7 @@ from holdfast._plan.fit import plan_load
 from holdfast._plan.flatten import Slot, Structure, flatten
 from holdfast._plan.metadata_entries import directory_of
 from holdfast._plan.planner_values import HasOwnValues
-from holdfast._plan.read_columns import ReadItems, keys_of
+from holdfast._plan.read_columns import keys_of
 from holdfast._tensors.chunks import find_chunk, is_any_tensor, is_without_memory, local_parts
 from holdfast._tensors.dtensors import narrowed
 from holdfast._tensors.layout_table import LayoutTable
@@ -28,6 +29,7 @@ from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex
 from holdfast.planner import LoadPlan, LoadPlanner, ReadItem
 
 
+@dataclass(eq=False, repr=False)
 class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
     """Loads into any nested state, in place, whatever layout the checkpoint has.
 
@@ -52,38 +54,26 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
         safe_globals: Classes and functions that objects of the checkpoint may use besides the usual ones.
     """
 
-    original_state_dict: dict[str, Any]
-    mappings: dict[str, Any]
     resolvers = MappingProxyType(
         {"resolve_tensor": ("resolve_tensor", "commit_tensor", "lookup_tensor", "transform_tensor")}
     )
+    flatten_state_dict: bool = True
+    flatten_sharded_tensors: bool = True
+    allow_partial_load: bool = False
+    _: KW_ONLY
+    strict: bool | None = None
+    cast: bool | None = None
+    ignore_mismatched_sizes: bool = False
+    device: torch.device | str | int | None = None
+    allow_pickle: bool = False
+    safe_globals: Iterable[Callable[..., Any] | type] = ()
+    original_state_dict: dict[str, Any] = field(init=False, default_factory=dict)
+    mappings: dict[str, Any] = field(init=False, default_factory=dict)
+    _slots: dict[str, Slot] = field(init=False, default_factory=dict)
+    _layouts: LayoutTable = field(init=False, default_factory=LayoutTable)
 
-    def __init__(
-        self,
-        flatten_state_dict: bool = True,
-        flatten_sharded_tensors: bool = True,
-        allow_partial_load: bool = False,
-        *,
-        strict: bool | None = None,
-        cast: bool | None = None,
-        ignore_mismatched_sizes: bool = False,
-        device: torch.device | str | int | None = None,
-        allow_pickle: bool = False,
-        safe_globals: Iterable[Callable[..., Any] | type] = (),
-    ) -> None:
-        self.flatten_state_dict = flatten_state_dict
-        self.flatten_sharded_tensors = flatten_sharded_tensors
-        self.allow_partial_load = allow_partial_load
-        self.strict = strict
-        self.cast = cast
-        self.ignore_mismatched_sizes = ignore_mismatched_sizes
-        self.device = device
-        self.allow_pickle = allow_pickle
-        self.safe_globals = tuple(safe_globals)
-        self.original_state_dict = {}
-        self.mappings = {}
-        self._slots: dict[str, Slot] = {}
-        self._layouts = LayoutTable()
+    def __post_init__(self) -> None:
+        self.safe_globals = tuple(self.safe_globals)
 
     def set_up_planner(
         self,
@@ -114,10 +104,10 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
         if self.metadata is None:
             raise UsageError("the planner was set up without the checkpoint's metadata")
         self._follow_old_keys()
-        return create_default_local_load_plan(
+        return plan_load(
             self.state_dict,
             self.metadata,
-            strict=not self.allow_partial_load,
+            allow_missing=self.allow_partial_load,
             refuse_unexpected=self.strict,
             cast=self.cast,
             ignore_mismatched_sizes=self.ignore_mismatched_sizes,
@@ -172,7 +162,7 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
         key = read_item.dest_index.fqn  # torch's record has the same
         self.put(
             key,
-            decode_object(key, value, allow_pickle=self.allow_pickle, safe_globals=self.safe_globals),
+            decode_object(key, value, allow_pickle=self.allow_pickle, safe_globals=tuple(self.safe_globals)),
         )
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
@@ -190,14 +180,7 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
 
 
 def create_default_local_load_plan(
-    state_dict: dict[str, Any],
-    metadata: Metadata,
-    strict: bool = True,
-    *,
-    refuse_unexpected: bool | None = False,
-    cast: bool | None = None,
-    ignore_mismatched_sizes: bool = False,
-    paths: Mapping[str, Any] | None = None,
+    state_dict: dict[str, Any], metadata: Metadata, strict: bool = True
 ) -> LoadPlan:
     """What one rank must read to fill a flat state.
 
@@ -205,25 +188,11 @@ def create_default_local_load_plan(
         state_dict: The flat state.
         metadata: The checkpoint's metadata.
         strict: Raise if the checkpoint lacks a key of the state; False leaves that key out.
-        refuse_unexpected: As ``strict`` of :class:`DefaultLoadPlanner`.
-        cast: As for :class:`DefaultLoadPlanner`.
-        ignore_mismatched_sizes: As for :class:`DefaultLoadPlanner`.
-        paths: The structure of the flat state, if it was nested: with it, values in the place of containers
-            are found, and the reverse.
 
     Raises:
         PlanError: Something does not fit; the error lists everything that does not.
     """
-    columns = plan_load(
-        state_dict,
-        metadata,
-        allow_missing=not strict,
-        refuse_unexpected=refuse_unexpected,
-        cast=cast,
-        ignore_mismatched_sizes=ignore_mismatched_sizes,
-        paths=paths,
-    )
-    return LoadPlan(ReadItems(columns))
+    return plan_load(state_dict, metadata, allow_missing=not strict)
 
 
 def create_default_global_load_plan(all_plans: list[LoadPlan]) -> list[LoadPlan]:

@@ -1,9 +1,8 @@
 """Owns the error for a place without metadata: what is there instead, and whether it can be a first start."""
 
-from collections.abc import Sequence
-
 from holdfast._format.names import METADATA, describe_data_files, metadata_name, shows_a_checkpoint
 from holdfast._format.safetensors import SUFFIX
+from holdfast._human_units import some_of
 from holdfast._io.store import FileSource
 from holdfast.errors import CheckpointNotFoundError, StorageError, WrongFolderError
 
@@ -29,8 +28,8 @@ def explain_absence(store: FileSource, name: str) -> StorageError:
     if below and not any(map(shows_a_checkpoint, names)):
         one = f"{store.url.rstrip('/')}/{below[0]}"
         return WrongFolderError(
-            f"no checkpoint at {store.url}: the checkpoints are in folders of it: {_listed(below)} (newest "
-            f"first). Name one of them, such as {one}",
+            f"no checkpoint at {store.url}: the checkpoints are in folders of it: "
+            f"{some_of(below, _MOST_NAMED)} (newest first). Name one of them, such as {one}",
             path=store.url,
             found=list(below),
         )
@@ -41,14 +40,9 @@ def explain_absence(store: FileSource, name: str) -> StorageError:
             f"storage_reader=HuggingFaceStorageReader({store.url!r}), or look into them with holdfast.open"
         )
     elif there:
-        text = f"no checkpoint at {store.url}: it has no {name} (it has {_listed(there)})"
+        text = f"no checkpoint at {store.url}: it has no {name} (it has {some_of(there, _MOST_NAMED)})"
     else:
         text = f"no checkpoint at {store.url}: there is no such folder, or it is empty"
         if store.url.startswith("~"):
             text += ". A ~ in a path is not replaced by your home folder: use os.path.expanduser"
     return CheckpointNotFoundError(text, path=store.url)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more

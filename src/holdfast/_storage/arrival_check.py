@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Mapping
 
+from holdfast._human_units import some_of
 from holdfast._io.store import ByteStore
 from holdfast.errors import CheckpointNotFoundError, IncompleteWriteError
 
@@ -63,10 +64,9 @@ def _nbytes_when_opened(store: ByteStore, name: str) -> int:
 
 
 def _not_shared(store: ByteStore, absent: list[str], count: int) -> IncompleteWriteError:
-    more = ", ..." if len(absent) > 3 else ""
     return IncompleteWriteError(
         f"{store.url}: files that other ranks have written are not there, or not whole, on the coordinator's "
-        f"host {socket.gethostname()} ({len(absent)} of {count}: {', '.join(absent[:3])}{more}). All ranks "
+        f"host {socket.gethostname()} ({len(absent)} of {count}: {some_of(absent, 3)}). All ranks "
         "must save to storage that all hosts share. Disks of single hosts under the same path do not do, nor "
         "does a relative path if the ranks are in different working directories.",
         path=store.url,

@@ -20,6 +20,7 @@ from holdfast._format.names import (
     parse_data_file,
     save_of_lease,
 )
+from holdfast._human_units import some_of
 from holdfast._io.lease import Lease
 from holdfast._io.store import ByteStore
 from holdfast._storage.metadata_reading import load_metadata
@@ -201,7 +202,7 @@ def _warn_of_strangers(store: ByteStore, names: list[str]) -> None:
             "%s: it has %s of no checkpoint known here; they stay. If somebody has moved "
             "their metadata away, or it was damaged, put it and these files into another folder. Otherwise "
             "remove them: %s",
-            *(store.url, describe_data_files(names), ", ".join(sorted(names)[:_MOST_NAMED])),
+            *(store.url, describe_data_files(names), some_of(sorted(names), _MOST_NAMED)),
         )
 
 

@@ -4,12 +4,10 @@ import threading
 
 import torch
 
+from holdfast._plan.dtype_fit import FLOAT4
 from holdfast._tensors.host import is_plain_memory, memory_of
 from holdfast.errors import InvalidPlanError
 from holdfast.planner import LoadPlanner, ReadItem
-
-# Some versions of torch have this dtype, but no copy of it.
-_FLOAT4 = vars(torch).get("float4_e2m1fn_x2")
 
 
 class PlannerCalls:
@@ -90,7 +88,8 @@ class Destination:
         if part.shape != target.shape:
             for dimension, (start, length) in enumerate(zip(offsets, part.shape, strict=True)):
                 target = target.narrow(dimension, start, length)
-        if part.dtype == target.dtype == _FLOAT4:
+        if part.dtype == target.dtype == FLOAT4:
+            # Some versions of torch have this dtype, but no copy of it.
             target, part = target.view(torch.uint8), part.view(torch.uint8)
         self.touch()
         target.copy_(part)

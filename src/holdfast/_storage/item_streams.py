@@ -1,6 +1,5 @@
 """Items into open streams, for writers that make their files themselves; in torch's terms."""
 
-import heapq
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from holdfast._io.file_access import FileWriter
 from holdfast._io.streams import write_all
 from holdfast._plan.write_columns import columns_of
 from holdfast._storage.item_writer import ItemWriter
+from holdfast._storage.writing import deal_by_size
 from holdfast._torch_compat import to_ours
 from holdfast.errors import UsageError
 from holdfast.extension import StreamTransformExtension
@@ -101,12 +101,8 @@ def split_by_size_and_type(bins: int, items: list[WriteItem]) -> list[list[Write
     tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
     for number, item in enumerate(values):
         dealt[number % bins].append(item)
-    # Of lists with the same number of bytes the first one is taken.
-    heap = [(0, number) for number in range(bins)]
-    for item in sorted(tensors, key=item_size, reverse=True):
-        nbytes, number = heap[0]
-        dealt[number].append(item)
-        heapq.heapreplace(heap, (nbytes + item_size(item), number))
+    for taken, group in zip(dealt, deal_by_size(list(map(item_size, tensors)), bins), strict=True):
+        taken += [tensors[number] for number in group]
     return dealt
 
 

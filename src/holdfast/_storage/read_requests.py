@@ -8,7 +8,7 @@ import torch
 from holdfast._format.item_table import StorageInfo
 from holdfast._plan.metadata_entries import dtypes_of
 from holdfast._plan.planner_values import own_values
-from holdfast._plan.read_columns import ReadBox, ReadColumns, ReadItems
+from holdfast._plan.read_columns import ReadBox, ReadColumns, read_columns_of
 from holdfast._storage.item_places import ItemPlaces, places_of
 from holdfast._storage.item_reader import Chunk
 from holdfast._storage.small_items import SMALL
@@ -87,18 +87,16 @@ def sort_by_file(plan: LoadPlan, planner: LoadPlanner, metadata: Metadata) -> di
 
 def columns_in(plan: LoadPlan, places: ItemPlaces | None) -> ReadColumns | None:
     """The lines of a plan as rows of these places; None if somebody may have changed either."""
-    lines: Any = plan.items
-    columns: ReadColumns | None = lines.columns if isinstance(lines, ReadItems) else None
+    columns = read_columns_of(plan)
     is_here = columns is not None and places is not None and columns.directory is places.directory
     return columns if is_here else None
 
 
 def nbytes_to_read(plan: LoadPlan, metadata: Metadata) -> int:
     """About how many bytes a plan reads: containers, and blocks that are read to be checked, come on top."""
-    lines: Any = plan.items
     places, total = places_of(metadata), 0
-    columns = lines.columns if isinstance(lines, ReadItems) else None
-    for item in lines if columns is None else columns.items():
+    columns = read_columns_of(plan)
+    for item in plan.items if columns is None else columns.items():
         entry = metadata.state_dict_metadata[item.storage_index.fqn]
         if isinstance(entry, TensorStorageMetadata):
             total += item.lengths.numel() * entry.properties.dtype.itemsize

@@ -1,20 +1,25 @@
 """Owns reading a checkpoint from a ByteStore: its metadata, and all that a plan asks for."""
 
 import contextlib
+import io
 import sys
 from collections.abc import Callable
+from functools import partial
 
 from holdfast._collector import paused_collector
+from holdfast._contents.item_bytes import naming
+from holdfast._contents.object_bytes import read_object
 from holdfast._format.names import METADATA, metadata_name, metadata_rank
+from holdfast._human_units import some_of
 from holdfast._io import pool
 from holdfast._io.pool import Budget, Cancellation
 from holdfast._io.progress import ProgressTracker
 from holdfast._io.store import FileSource
+from holdfast._objects import LoadedObject
 from holdfast._storage.absence import explain_absence
 from holdfast._storage.destinations import PlannerCalls
 from holdfast._storage.item_reader import Chunk, ItemReader, ReadContext
 from holdfast._storage.metadata_reading import load_metadata
-from holdfast._storage.object_reader import object_job
 from holdfast._storage.open_files import SharedFile
 from holdfast._storage.own_parts import join_parts
 from holdfast._storage.read_requests import FileRequest, chunk_of, sort_by_file
@@ -179,10 +184,21 @@ def _object_jobs(
     context: ReadContext, file: SharedFile, request: FileRequest, _: Metadata
 ) -> list[Callable[[], None]]:
     return [
-        object_job(ItemReader(context, file, info), item)
+        partial(_read_object, ItemReader(context, file, info), item)
         for info, item in request.lines
         if item.type == LoadItemType.BYTE_IO
     ]
+
+
+def _read_object(reader: ItemReader, item: ReadItem) -> None:
+    """Read one value that is not a tensor, and give it to the planner."""
+    calls, key = reader.context.calls, item.dest_index.fqn
+    with naming(key):
+        stored = read_object(reader)
+        stream = LoadedObject(*stored) if stored.head else io.BytesIO(stored.payload)
+        with calls.lock:
+            calls.planner.load_bytes(item, stream)
+            calls.touched.append(key)
 
 
 def _tensor_jobs(
@@ -208,9 +224,8 @@ def _say_what_changed(error: BaseException, touched: list[str], may_change: Call
     if not keys:
         note = "nothing was changed here by this load"
     else:
-        more = f" and {len(keys) - 10} more" if len(keys) > 10 else ""
         count = "1 value" if len(keys) == 1 else f"{len(keys)} values"
-        note = f"the load had begun, and may have changed {count}: {', '.join(keys[:10])}{more}"
+        note = f"the load had begun, and may have changed {count}: {some_of(keys, 10)}"
     if sys.version_info >= (3, 11):
         error.add_note(note)
     elif error.args and isinstance(error.args[0], str):

@@ -1,6 +1,7 @@
 """Owns what the storages over a store have in common: the place that they write to or read from."""
 
 import os
+import uuid
 from typing import Any, Generic, TypeVar
 
 from holdfast._io.places import open_place
@@ -10,10 +11,20 @@ from holdfast.errors import UsageError
 StoreType = TypeVar("StoreType", bound=FileSource)
 
 
+def new_id() -> str:
+    """A name for a save or a load that no other one has."""
+    return uuid.uuid4().hex
+
+
 class AtStore(Generic[StoreType]):
-    """A storage over a store."""
+    """A storage over a store. Subclasses are dataclasses."""
 
     _store: Any
+    thread_count: int | None
+
+    def __post_init__(self) -> None:
+        if self.thread_count is not None and self.thread_count < 1:
+            raise UsageError(f"thread_count must be at least 1, not {self.thread_count}")
 
     @property
     def store(self) -> StoreType:

@@ -1,8 +1,8 @@
 """Owns the storage reader over any store: metadata, and the ranges that a plan asks for."""
 
 import os
-import uuid
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from torch.futures import Future
@@ -16,7 +16,7 @@ from holdfast._ranks.exchange import Exchange
 from holdfast._storage.read_requests import nbytes_to_read
 from holdfast._storage.reading import read_items, read_metadata_file, read_own_parts
 from holdfast._storage.shared_reads import read_together
-from holdfast._storage.store_place import AtStore
+from holdfast._storage.store_place import AtStore, new_id
 from holdfast._storage.store_writer import DEFAULT_BUDGET
 from holdfast._torch_compat import called_by_torch, our_load_planner, to_ours, to_torch
 from holdfast.errors import UsageError
@@ -26,11 +26,12 @@ from holdfast.planner import LoadPlan, LoadPlanner
 from holdfast.storage import StorageReader
 
 
+@dataclass(eq=False, repr=False)
 class StoreReader(AtStore[FileSource], StorageReader):
     """Reads a checkpoint from a store: what ``FileSystemReader`` promises, with its arguments.
 
     Args:
-        store: The place; None for a subclass that has its own property ``store``.
+        _store: The place; None for a subclass that has its own property ``store``.
         registry: What is ``_extension_registry`` there.
         thread_count: As there; by default as many as suit the store.
 
@@ -38,39 +39,27 @@ class StoreReader(AtStore[FileSource], StorageReader):
         context: The load that is being served.
     """
 
-    def __init__(
-        self,
-        store: FileSource | None,
-        *,
-        registry: ExtensionRegistry | None = None,
-        thread_count: int | None = None,
-        memory_budget: int = DEFAULT_BUDGET,
-        verify: bool = True,
-        allow_pickle: bool = False,
-        share_reads: bool = True,
-    ) -> None:
-        if thread_count is not None and thread_count < 1:
-            raise UsageError(f"thread_count must be at least 1, not {thread_count}")
-        self._store = store
-        self.registry = registry or ExtensionRegistry()
-        self.thread_count = thread_count
-        self.memory_budget = memory_budget
-        self.verify = verify
-        self.allow_pickle = allow_pickle
-        self.share_reads = share_reads
-        self.load_id = uuid.uuid4().hex
-        self.storage_data: dict[Any, Any] = {}
-        self.rank: int | None = None
-        self.use_collectives = True
-        self.context = LoadContext()
-        self._metadata: Metadata | None = None
-        self._is_for_torch = False
+    _store: Any
+    _: KW_ONLY
+    registry: ExtensionRegistry = field(default_factory=ExtensionRegistry)
+    thread_count: int | None = None
+    memory_budget: int = DEFAULT_BUDGET
+    verify: bool = True
+    allow_pickle: bool = False
+    share_reads: bool = True
+    load_id: str = field(init=False, default_factory=new_id)
+    storage_data: dict[Any, Any] = field(init=False, default_factory=dict)
+    rank: int | None = field(init=False, default=None)
+    use_collectives: bool = field(init=False, default=True)
+    context: LoadContext = field(init=False, default_factory=LoadContext)
+    _metadata: Metadata | None = field(init=False, default=None)
+    _is_for_torch: bool = field(init=False, default=False)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new load, from another place if one is named."""
         if checkpoint_id:
             self._move_to(checkpoint_id)
-        self.load_id = uuid.uuid4().hex
+        self.load_id = new_id()
         self.storage_data = {}
         self._metadata = None
 

@@ -1,9 +1,8 @@
 """Owns the storage writer over any store: claim the place, write data files, commit, clean up."""
 
-import dataclasses
 import os
-import uuid
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -37,7 +36,7 @@ from holdfast._storage.committed import CommittedMetadata
 from holdfast._storage.item_places import ItemPlaces, StorageData
 from holdfast._storage.metadata_writing import VERSION, dump_manifest, make_manifest
 from holdfast._storage.results import result_columns
-from holdfast._storage.store_place import AtStore
+from holdfast._storage.store_place import AtStore, new_id
 from holdfast._storage.writing import write_items
 from holdfast._torch_compat import our_save_planner, to_ours, to_torch
 from holdfast.errors import (
@@ -45,7 +44,6 @@ from holdfast.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     StorageError,
-    UsageError,
 )
 from holdfast.extension import StreamTransformExtension
 from holdfast.metadata import Metadata, StorageMeta
@@ -60,7 +58,7 @@ _TRANSFORM_THREADS = min(4, os.cpu_count() or 1)
 _FEW_ITEMS, _FEW_BYTES = 100, 64 << 20
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class FilePrefix:
     """What the files of a rank are called after: the rank, and the save.
 
@@ -82,11 +80,12 @@ class FilePrefix:
         return f"__{self.rank}_{int(self.save[:SAVE_DIGITS], 16):015}"
 
 
+@dataclass(eq=False, repr=False)
 class StoreWriter(AtStore[ByteStore], StorageWriter):
     """Writes a checkpoint into a store: what ``FileSystemWriter`` promises, with its arguments.
 
     Args:
-        store: The place; None for a subclass that has its own property ``store``.
+        _store: The place; None for a subclass that has its own property ``store``.
         extensions: What is ``_extensions`` there.
         spread_names: As in ``ObjectStoreWriter``.
 
@@ -94,37 +93,23 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
         context: The save that is being served.
     """
 
-    def __init__(
-        self,
-        store: ByteStore | None,
-        *,
-        single_file_per_rank: bool = True,
-        sync_files: bool = True,
-        thread_count: int = 1,
-        overwrite: bool = True,
-        extensions: Sequence[StreamTransformExtension] = (),
-        torch_compatible: bool = True,
-        memory_budget: int = DEFAULT_BUDGET,
-        spread_names: bool = False,
-    ) -> None:
-        if thread_count < 1:
-            raise UsageError(f"thread_count must be at least 1, not {thread_count}")
-        self._store = store
-        self.single_file_per_rank = single_file_per_rank
-        self.sync_files = sync_files
-        self.thread_count = thread_count
-        self.overwrite = overwrite
-        self.extensions = tuple(extensions)
-        self.torch_compatible = torch_compatible
-        self.memory_budget = memory_budget
-        self.spread_names = spread_names
-        self.save_id = uuid.uuid4().hex
-        self.rank: int | None = None
-        self.use_collectives = True
-        self.context = SaveContext()
-        self._world_size = 1
-        self._lease: Lease | None = None
-        self._written: list[str] = []
+    _store: Any
+    _: KW_ONLY
+    single_file_per_rank: bool = True
+    sync_files: bool = True
+    thread_count: int = 1
+    overwrite: bool = True
+    extensions: Sequence[StreamTransformExtension] = ()
+    torch_compatible: bool = True
+    memory_budget: int = DEFAULT_BUDGET
+    spread_names: bool = False
+    save_id: str = field(init=False, default_factory=new_id)
+    rank: int | None = field(init=False, default=None)
+    use_collectives: bool = field(init=False, default=True)
+    context: SaveContext = field(init=False, default_factory=SaveContext)
+    _world_size: int = field(init=False, default=1)
+    _lease: Lease | None = field(init=False, default=None)
+    _written: list[str] = field(init=False, default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lease": None}
@@ -134,7 +119,7 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
         self._release()
         if checkpoint_id:
             self._move_to(checkpoint_id)
-        self.save_id = uuid.uuid4().hex
+        self.save_id = new_id()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Learn of the save: its context, this rank, and whether ranks write one checkpoint together."""
@@ -154,7 +139,7 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
         if self._own_rank is None:
             return plan
         self._take_lease()
-        return dataclasses.replace(plan, storage_data=self._file_prefix(self._own_rank))
+        return replace(plan, storage_data=self._file_prefix(self._own_rank))
 
     def _file_prefix(self, rank: int) -> FilePrefix:
         return FilePrefix(rank, self.save_id, self.spread_names)
@@ -166,7 +151,7 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
         first = self._own_rank or 0
         return [
             # A planner that caches plans may return those of an earlier save.
-            dataclasses.replace(plan, storage_data=self._file_prefix(rank))
+            replace(plan, storage_data=self._file_prefix(rank))
             if plan.storage_data is None or isinstance(plan.storage_data, FilePrefix)
             else plan
             for rank, plan in enumerate(plans, first)

@@ -202,10 +202,18 @@ def _deal(nbytes: Sequence[int], count: int) -> list[Sequence[int]]:
     count = min(count, len(nbytes))
     if count == 1:
         return [range(len(nbytes))]
+    return [group for group in deal_by_size([size + 1 for size in nbytes], count) if group]
+
+
+def deal_by_size(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Numbers in ``count`` groups of about the same size together, the largest first.
+
+    Of groups with the same size the first one is taken.
+    """
     groups: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, number) for number in range(count)]
-    for line in sorted(range(len(nbytes)), key=nbytes.__getitem__, reverse=True):
-        so_far, number = heapq.heappop(heap)
+    for line in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+        so_far, number = heap[0]
         groups[number].append(line)
-        heapq.heappush(heap, (so_far + nbytes[line] + 1, number))
-    return [group for group in groups if group]
+        heapq.heapreplace(heap, (so_far + sizes[line], number))
+    return groups

@@ -9,7 +9,6 @@ from typing import Any
 
 from holdfast._context import SaveContext
 from holdfast._engine.ports import SavePlannerPort, WriterPort
-from holdfast._plan.write_columns import columns_of
 from holdfast._staging.staged import StagedState
 from holdfast._writer_process.client import ready_writer_process
 from holdfast._writer_process.process_messages import DONE, ProcessMessage
@@ -45,7 +44,6 @@ class ProcessWriter(WriterPort):
             )
         self._staged = staged
         self._fd = staged.fd
-        self._total = 0
         self._lock = threading.Lock()
         self._slot: ProgressSlot | None = None
         self._reply: futures.Future[ProcessMessage] | None = None
@@ -73,7 +71,6 @@ class ProcessWriter(WriterPort):
         began = time.perf_counter()
         self._refuse_if_cancelled()
         self._staged.wait()
-        self._total = sum(columns_of(plan).item_nbytes())
         if self.needs_other_ranks(plan):
             return super().write(plan, planner)
         self.expect_files(plan)
@@ -122,11 +119,12 @@ class ProcessWriter(WriterPort):
         if self._is_cancelled:
             raise futures.CancelledError("the save was cancelled")
 
-    def progress(self) -> tuple[int, int]:
-        """The bytes that were written to files so far, and the bytes of the plan."""
-        if self._slot is None:
-            return (0 if self._context is None else self._context.progress.nbytes_done), self._total
-        return self._slot.nbytes_done, self._total
+    @property
+    def nbytes_done(self) -> int:
+        """The bytes that were written to files so far, whichever process writes."""
+        if self._slot is not None:
+            return self._slot.nbytes_done
+        return 0 if self._context is None else self._context.progress.nbytes_done
 
     def commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit, in the trainer; raises CancelledError if ``cancel`` was called."""
