@@ -3,12 +3,11 @@
 import contextlib
 import ctypes
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-from holdfast._format.description import ints
-from holdfast._format.item_table import StorageInfo
+from holdfast._format.item_table import Payload, StorageInfo
 from holdfast._io.blocks import crc32
 from holdfast._io.pool import Cancellation
 from holdfast.errors import CheckpointError, ChecksumError, IntegrityError, MetadataFormatError
@@ -30,17 +29,7 @@ class ItemFile(Protocol):
     def read_into(self, offset: int, buffer: memoryview, /) -> None:
         """As ``FileReader.read_into``."""
 
-    def read_blocks_into(
-        self,
-        buffer: memoryview,
-        /,
-        *,
-        payload_offset: int,
-        payload_nbytes: int,
-        crcs: Sequence[int],
-        block_size: int,
-        start: int,
-    ) -> None:
+    def read_blocks_into(self, buffer: memoryview, payload: Payload, start: int, /) -> None:
         """As ``FileReader.read_blocks_into``."""
 
 
@@ -84,19 +73,11 @@ class ItemBytes(Generic[Rules_co]):
 
     def read(self, start: int, view: memoryview) -> None:
         """Fill ``view`` with the payload's bytes from ``start`` on, and check them if that can be done."""
-        info = self.info
-        payload_offset = info.offset + info.payload_offset
-        if not self.is_verified:
-            self.file.read_into(payload_offset + start, view)
-            return
-        self.file.read_blocks_into(
-            view,
-            payload_offset=payload_offset,
-            payload_nbytes=info.payload_nbytes,
-            crcs=ints(info.checksums, "I"),
-            block_size=info.block_size,
-            start=start,
-        )
+        payload = self.info.payload
+        if self.is_verified:
+            self.file.read_blocks_into(view, payload, start)
+        else:
+            self.file.read_into(payload.offset + start, view)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         """Bytes of the item, container included, unchecked; fewer than asked for at its end."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from typing_extensions import Buffer
 
@@ -11,7 +11,7 @@ from holdfast._contents.file_cache import FileCache
 from holdfast._contents.item_bytes import ItemBytes, ItemFile, naming
 from holdfast._contents.look_rules import LookRules
 from holdfast._contents.object_bytes import ObjectBytes, read_object
-from holdfast._format.item_table import StorageInfo
+from holdfast._format.item_table import Payload, StorageInfo
 from holdfast._io import pool
 from holdfast._io.file_access import FileReader
 from holdfast._io.store import FileSource
@@ -102,8 +102,8 @@ class ValueReader:
                 first, last = group[0].info, group[-1].info
                 is_near = (
                     info.relative_path == first.relative_path
-                    and info.offset - (last.offset + last.length) <= traits.read_gap_nbytes
-                    and info.offset + info.length - first.offset <= traits.read_nbytes
+                    and info.offset - last.end <= traits.read_gap_nbytes
+                    and info.end - first.offset <= traits.read_nbytes
                 )
                 if info.length > _SMALL or last.length > _SMALL or not is_near:
                     yield group
@@ -114,7 +114,7 @@ class ValueReader:
 
     def _read_window(self, group: list[Part], rules: LookRules) -> None:
         begin = group[0].info.offset
-        end = max(part.info.offset + part.info.length for part in group)
+        end = max(part.info.end for part in group)
         content = bytearray(end - begin)
         file = _CachedFile(self._files, group[0].info.relative_path)
         file.read_into(begin, memoryview(content))
@@ -138,8 +138,8 @@ class _CachedFile:
     def read_into(self, offset: int, buffer: memoryview, /) -> None:
         self._call(lambda file: file.read_into(offset, buffer))
 
-    def read_blocks_into(self, buffer: memoryview, /, **where: Any) -> None:
-        self._call(lambda file: file.read_blocks_into(buffer, **where))
+    def read_blocks_into(self, buffer: memoryview, payload: Payload, start: int, /) -> None:
+        self._call(lambda file: file.read_blocks_into(buffer, payload, start))
 
     def _call(self, read: Callable[[FileReader], None]) -> None:
         try:

@@ -11,9 +11,10 @@ import obstore
 from obstore.exceptions import PreconditionError
 from typing_extensions import Buffer
 
+from holdfast._format.item_table import Payload
 from holdfast._io.blocks import BlockChecker, BlockSums
 from holdfast._io.bucket_errors import persist, translated
-from holdfast._io.file_access import FileReader, FileWriter, Payload
+from holdfast._io.file_access import FileReader, FileWriter
 from holdfast._io.local_buffers import BUFFER_NBYTES
 from holdfast._io.progress import STRIDE
 from holdfast._io.ring import BufferRing, FullBuffer
@@ -165,7 +166,7 @@ class BucketReader(FileReader):
         for at in range(0, len(view), READ_NBYTES):
             self._get_into(offset + at, view[at : at + READ_NBYTES])
 
-    def _read_blocks(self, view: memoryview, start: int, payload: Payload) -> None:
+    def _read_blocks(self, view: memoryview, payload: Payload, start: int) -> None:
         """See FileReader.
 
         Blocks at both ends that are wanted in part are read in the same requests. Bytes that were changed on
@@ -190,9 +191,7 @@ class BucketReader(FileReader):
 
     def read_whole_blocks(self, offset: int, view: memoryview, crcs: Sequence[int], block_size: int) -> None:
         """Fill ``view`` with whole blocks, as ``read_blocks_into`` reads them; see FileReader."""
-        self.read_blocks_into(
-            view, payload_offset=offset, payload_nbytes=len(view), crcs=crcs, block_size=block_size
-        )
+        self.read_blocks_into(view, Payload(offset, len(view), crcs, block_size))
 
     def _get_checked(self, offset: int, target: memoryview, crcs: Sequence[int], block_size: int) -> None:
         self._check_range(offset, len(target))
