@@ -5,7 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import obstore
 from obstore.exceptions import PreconditionError
@@ -40,18 +40,6 @@ _MOST_WINDOWS = 16
 _MOST_PARTS = 9_000  # S3 and GCS allow 10,000; a hint may be a little too small
 
 
-class ObjectFacts(NamedTuple):
-    """What a store tells of an object.
-
-    Attributes:
-        nbytes: Its size.
-        e_tag: What changes with its content; None if the store does not tell.
-    """
-
-    nbytes: int
-    e_tag: str | None
-
-
 class BucketWriter(FileWriter):
     """Uploads one object. It appears when it is complete; until then there is nothing of it.
 
@@ -67,7 +55,7 @@ class BucketWriter(FileWriter):
     """
 
     def __init__(
-        self, path: str, client: Any, name: str, *, nbytes_hint: int, discard: Callable[[], None]
+        self, path: str, client: Any, name: str, nbytes_hint: int, discard: Callable[[], None]
     ) -> None:
         super().__init__(path)
         self._client = client
@@ -148,14 +136,21 @@ class BucketReader(FileReader):
     """Reads ranges of one object. If the object is replaced meanwhile, reading it raises StorageError.
 
     What lies near a small range is read with it, and kept for the next small ranges.
+
+    Args:
+        path: Its URL.
+        client: obstore's store.
+        name: The object.
+        nbytes: Its size.
+        e_tag: What changes with its content; None if the store does not tell.
     """
 
-    def __init__(self, path: str, client: Any, name: str, facts: ObjectFacts) -> None:
+    def __init__(self, path: str, client: Any, name: str, nbytes: int, e_tag: str | None) -> None:
         self.path = path
-        self.nbytes = facts.nbytes
+        self.nbytes = nbytes
         self._client = client
         self._name = name
-        self._e_tag = facts.e_tag
+        self._e_tag = e_tag
         self._lock = threading.Lock()
         self._windows: dict[int, _Window] = {}
 

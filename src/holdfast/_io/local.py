@@ -4,7 +4,7 @@ import errno
 import os
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 
@@ -51,7 +51,8 @@ from holdfast.errors import (
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a named pipe that somebody planted would wait for ever.
 _OLD = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_MOST_ENTRIES, _MOST_FOLDERS = 10_000, 1_000
+# A place may have a hundred thousand files: a bounded look is enough for a message.
+_MOST_ENTRIES = 10_000
 _LOOKED_AT = 16
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -196,59 +197,36 @@ class LocalStore(ByteStore):
 
     def list(self) -> dict[str, int]:
         """The name and size of every regular file."""
-        try:
-            with os.scandir(self._folder) as entries:
-                sizes = {entry.name: _size(entry) for entry in entries}
-        except FileNotFoundError:
-            return {}
+        sizes = {entry.name: _size(entry) for entry in self._entries()}
         return {name: size for name, size in sizes.items() if size is not None}
 
     def names(self) -> set[str]:
         """The name of every regular file, without a look at any of them."""
+        return {entry.name for entry in self._entries() if entry.is_file(follow_symlinks=False)}
+
+    def _entries(self) -> "Iterator[os.DirEntry[str]]":
+        """What is in the folder; nothing if there is no such folder."""
         try:
             with os.scandir(self._folder) as entries:
-                return {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
+                yield from entries
         except FileNotFoundError:
-            return set()
+            return
         except NotADirectoryError as error:
             raise _not_a_folder(self._folder) from error
 
-    def folders_with(self, names: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-        """Folders below this one, for messages; see FileSource."""
-        times, others = dict[str, int](), set[str]()
-        with suppress(FileNotFoundError), os.scandir(self._folder) as entries:
-            # A place may have a hundred thousand files: a bounded look is enough for a message.
-            folders = (entry for entry in islice(entries, _MOST_ENTRIES) if entry.is_dir())
-            for folder in islice(folders, _MOST_FOLDERS):
-                found: Sequence[int | None] = ()
-                with suppress(OSError):  # one that must not be looked into
-                    found = [_modified_ns(os.path.join(folder.path, name)) for name in names]
-                newest = max((time for time in found if time is not None), default=None)
-                if newest is None:
-                    others.add(folder.name)
-                else:
-                    times[folder.name] = newest
-        return sorted(times, key=times.__getitem__, reverse=True), sorted(others)
-
-    def below(self, name: str | None = None) -> Below:
+    def below(self, name: str | None = None, *, is_brief: bool = False) -> Below:
         """The files and folders of this folder; see FileSource. Links to folders count as folders."""
         files, folders = set[str](), dict[str, FileFacts | None]()
-        try:
-            with os.scandir(self._folder) as entries:
-                for entry in entries:
-                    if entry.is_dir():
-                        folders[entry.name] = None if name is None else _facts(f"{entry.path}/{name}")
-                    elif entry.is_file(follow_symlinks=False):
-                        files.add(entry.name)
-        except FileNotFoundError:
-            pass
-        except NotADirectoryError as error:
-            raise _not_a_folder(self._folder) from error
+        for entry in islice(self._entries(), _MOST_ENTRIES if is_brief else None):
+            if entry.is_dir():
+                folders[entry.name] = None if name is None else _facts(f"{entry.path}/{name}")
+            elif entry.is_file(follow_symlinks=False):
+                files.add(entry.name)
         return Below(files, folders)
 
-    def modified_ns(self, name: str) -> int | None:
-        """When a file was last written or touched, by the clock of the file system."""
-        return _modified_ns(self._path(check_name(name)))
+    def facts(self, name: str) -> FileFacts | None:
+        """What is known of a regular file; see FileSource."""
+        return _facts(self._path(check_name(name)))
 
     def rewrite(self, name: str, data: bytes) -> bool:
         """Put ``data`` into a small file that exists; see ByteStore. A missing file is never made."""
@@ -318,13 +296,6 @@ def _facts(path: str) -> FileFacts | None:
     if not stat.S_ISREG(found.st_mode):
         return None
     return FileFacts(found.st_size, found.st_mtime_ns, f"{found.st_mtime_ns:x}-{found.st_size:x}")
-
-
-def _modified_ns(path: str) -> int | None:
-    try:
-        return os.stat(path, follow_symlinks=False).st_mtime_ns
-    except FileNotFoundError:
-        return None
 
 
 def _size(entry: "os.DirEntry[str]") -> int | None:

@@ -9,10 +9,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from holdfast._format.foreign_manifest import manifest_of_torch
 from holdfast._format.manifest import file_sizes_in
 from holdfast._format.metadata_file import split
 from holdfast._format.names import METADATA
-from holdfast._format.torch_manifest import manifest_of_torch
 from holdfast._format.torch_pickle import read_torch_metadata
 from holdfast._io.store import ByteStore, FileSource
 from holdfast._steps.policies import KeepPolicy, policies_in, steps_to_delete
