@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from holdfast._format.item_table import Payload, StorageInfo
 from holdfast._io.blocks import crc32
 from holdfast._io.pool import Cancellation
+from holdfast._io.streams import memory_at
 from holdfast.errors import CheckpointError, ChecksumError, IntegrityError, MetadataFormatError
 from holdfast.extension import ExtensionRegistry, StreamTransformExtension
 
@@ -195,7 +196,5 @@ def _filled(nbytes: int, fill: Callable[[memoryview], None]) -> bytes:
         fill(memoryview(content))
         return bytes(content)
     made: bytes = _new_bytes(None, nbytes)
-    memory = (ctypes.c_ubyte * nbytes).from_address(_address_of(made))
-    memory.owner = made  # type: ignore[attr-defined]
-    fill(memoryview(memory).cast("B"))
+    fill(memory_at(_address_of(made), nbytes, made))
     return made
