@@ -15,28 +15,19 @@ from holdfast._io.cold_reads import ColdReads
 from holdfast._io.local_buffers import BUFFER_NBYTES
 from holdfast._io.local_calls import flush_to_disk, naming, write_fully
 from holdfast._io.local_claim import claim_folder
-from holdfast._io.local_ranges import (
-    NO_RANGES,
-    LocalRangeWriter,
-    can_write_ranges,
-    link_file,
-    open_for_ranges,
-    reserve_file,
-)
+from holdfast._io.local_ranges import NEW_FILE, NO_RANGES, LocalRanges, create_file
 from holdfast._io.local_reader import LocalReader
 from holdfast._io.local_writer import LocalWriter
 from holdfast._io.page_cache import PageCache, check_page_cache, room
 from holdfast._io.process_identity import this_process
 from holdfast._io.store import (
     Below,
-    ByteStore,
     CacheRoom,
     Claim,
     FileFacts,
     StoreTraits,
     check_name,
     existing_file,
-    taken_name,
 )
 from holdfast._io.streams import byte_view
 from holdfast._io.write_back import BufferOutput
@@ -48,7 +39,6 @@ from holdfast.errors import (
     UnsafeMetadataError,
 )
 
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a named pipe that somebody planted would wait for ever.
 _OLD = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 # A place may have a hundred thousand files: a bounded look is enough for a message.
@@ -57,7 +47,7 @@ _LOOKED_AT = 16
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
-class LocalStore(ByteStore):
+class LocalStore(LocalRanges):
     """A folder of a local file system.
 
     Symbolic links inside the folder are neither followed nor overwritten; the folder itself may be
@@ -102,14 +92,10 @@ class LocalStore(ByteStore):
     def create(self, name: str, *, nbytes_hint: int | None = None, durable: bool = True) -> LocalWriter:
         """Start a new file; see ByteStore."""
         path = self._path(check_name(name))
-        try:
-            fd = os.open(path, _NEW, 0o666)
-        except FileExistsError as error:
-            raise taken_name(path) from error
+        fd = create_file(path)
         nbytes = BUFFER_NBYTES if nbytes_hint is None else nbytes_hint
-        is_buffered = durable and nbytes >= BUFFER_NBYTES
         output = None
-        if is_buffered:
+        if durable and nbytes >= BUFFER_NBYTES:
             output = BufferOutput(fd, self._page_cache, nbytes, max(nbytes, self._expected))
         return LocalWriter(path, fd, durable=durable, output=output)
 
@@ -169,7 +155,7 @@ class LocalStore(ByteStore):
         temporary = temporary_name(name)
         # All names are relative to one open folder: it may be moved meanwhile, and still gets all of it.
         with naming(path), _open_folder(self._folder) as folder:
-            fd = os.open(temporary, _NEW, 0o666, dir_fd=folder)
+            fd = os.open(temporary, NEW_FILE, 0o666, dir_fd=folder)
             try:
                 try:
                     write_fully(fd, views, 0)
@@ -246,26 +232,6 @@ class LocalStore(ByteStore):
             finally:
                 os.close(fd)
         return True
-
-    def takes_ranges(self, name: str) -> bool:
-        """Try whether files can be written in any order; see ByteStore."""
-        return can_write_ranges(self._path(check_name(name)))
-
-    def reserve(self, name: str, nbytes: int) -> None:
-        """Make a new file of a size; see ByteStore."""
-        reserve_file(self._path(check_name(name)), nbytes)
-
-    def open_ranges(self, name: str) -> LocalRangeWriter:
-        """Open a file to write ranges of it; see ByteStore."""
-        return open_for_ranges(self._path(check_name(name)), self._page_cache, self._expected)
-
-    def rename(self, old: str, new: str) -> None:
-        """Give a file another name; see ByteStore."""
-        os.rename(self._path(check_name(old)), self._path(check_name(new)))
-
-    def link(self, old: str, new: str) -> bool:
-        """Give a file a second name, if the file system has hard links; see ByteStore."""
-        return link_file(self._path(check_name(old)), self._path(check_name(new)))
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove files, or links in their place; a missing one is fine."""
