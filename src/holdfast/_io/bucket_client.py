@@ -59,6 +59,11 @@ class S3Keys(NamedTuple):
     secret_access_key: str
     token: str | None = None
 
+    def as_options(self) -> dict[str, str]:
+        """The keys as settings of obstore's store."""
+        found = {"access_key_id": self.access_key_id, "secret_access_key": self.secret_access_key}
+        return {**found, "session_token": self.token} if self.token else found
+
 
 @dataclass(frozen=True)
 class BucketAccess:
@@ -127,9 +132,7 @@ class BucketAccess:
             return self
         found: dict[str, Any] = {"region": self.region, "endpoint": self.endpoint}
         keys = None if self.credential_provider else self.s3_keys()
-        if keys is not None:
-            found |= {"access_key_id": keys.access_key_id, "secret_access_key": keys.secret_access_key}
-            found["session_token"] = keys.token
+        found |= keys.as_options() if keys else {}
         missing = {name: value for name, value in found.items() if value and self.option(name) is None}
         return replace(self, options={**self.options, **missing})
 
@@ -205,9 +208,7 @@ class BucketAccess:
         if self.credential_provider is not None or not profile:
             return self.credential_provider
         if keys is not None:
-            config.update(access_key_id=keys.access_key_id, secret_access_key=keys.secret_access_key)
-            if keys.token:
-                config["session_token"] = keys.token
+            config.update(keys.as_options())
             return None
         return _boto3_credentials(self.url)
 

@@ -1,7 +1,7 @@
 """Owns the contract of one open file: written from front to back, or read in ranges, whatever keeps it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from typing_extensions import Buffer, Self
 
@@ -238,6 +238,23 @@ class FileReader(ABC):
         """Count something that should not be needed, such as a retry."""
         if self.progress is not None:
             self.progress.note(event)
+
+    def _fill_from(self, fetch: Callable[[int, int], bytes], offset: int, view: memoryview) -> None:
+        """Fill ``view`` with what ``fetch`` gives for an offset in the file and a number of bytes.
+
+        It may give fewer bytes, and gives none at the end of the file.
+
+        Raises:
+            TruncatedFileError: The file ends before that, since it was changed while it was read.
+        """
+        done = 0
+        while done < len(view):
+            data = fetch(offset + done, len(view) - done)
+            if not data:
+                self.nbytes = offset + done
+                self._check_range(offset, len(view))
+            view[done : done + len(data)] = data
+            done += len(data)
 
     def _check_range(self, offset: int, nbytes: int) -> None:
         """Raise TruncatedFileError unless the file has ``nbytes`` bytes from ``offset`` on."""

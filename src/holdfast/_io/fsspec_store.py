@@ -255,25 +255,20 @@ class _RangeReader(FileReader):
     def read_into(self, offset: int, buffer: Buffer) -> None:
         view = byte_view(buffer)
         self._check_range(offset, len(view))
-        done = 0
-        while done < len(view):
-            data = self._fetch(offset + done, min(len(view) - done, _REQUEST_NBYTES))
-            if not data:
-                self._check_version()
-                self.nbytes = offset + done  # it was cut short while it was read
-                self._check_range(offset, len(view))
-            view[done : done + len(data)] = data
-            done += len(data)
+        self._fill_from(self._fetch, offset, view)
         if self._may_change:
             self._check_version()
 
     def _fetch(self, start: int, nbytes: int) -> bytes:
+        end = start + min(nbytes, _REQUEST_NBYTES)
         try:
-            data: bytes = self._files.fs.cat_file(self.path, start=start, end=start + nbytes)
+            data: bytes = self._files.fs.cat_file(self.path, start=start, end=end)
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(
                 f"{self.path}: there is no such file any more.", path=self.path
             ) from error
+        if not data:
+            self._check_version()
         return data
 
     def _check_version(self) -> None:

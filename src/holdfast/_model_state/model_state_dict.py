@@ -43,10 +43,9 @@ def read_model(
     if options.ignore_frozen_params:
         for name in frozen_names(model):
             found.pop(name, None)
-    if is_left_to_rank0(options):
-        delivered(found, options)
-        return {}
     result: OrderedDict[str, Any] = OrderedDict(delivered(found, options))
+    if is_left_to_rank0(options):
+        return {}
     versions = _versions_in(own)
     if versions is not None:
         vars(result)["_metadata"] = OrderedDict(

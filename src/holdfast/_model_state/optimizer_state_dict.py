@@ -94,10 +94,9 @@ def read_optimizers(
     found = (
         flattened(states, groups) if options.flatten_optimizer_state_dict else {STATE: states, GROUPS: groups}
     )
-    if is_left_to_rank0(options):
-        delivered(found, options)
-        return {}
     found = delivered(found, options)
+    if is_left_to_rank0(options):
+        return {}
     is_flat = options.flatten_optimizer_state_dict
     made = ParameterStates(
         found if is_flat else found[STATE],

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 
 from holdfast._collector import paused_collector
+from holdfast._format.metadata_file import LARGEST_METADATA
 from holdfast._format.names import METADATA, metadata_name, metadata_rank
 from holdfast._io import pool
 from holdfast._io.pool import Budget, Cancellation
@@ -30,7 +31,6 @@ from holdfast.extension import ExtensionRegistry
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-LARGEST_METADATA = 16 << 30
 _REMEDY = (
     "The metadata names it: it was deleted, was not copied with the rest, or another save has replaced the "
     "checkpoint since the load began. Put it back, or load another checkpoint."
