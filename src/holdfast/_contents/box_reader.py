@@ -1,6 +1,7 @@
 """Owns reading boxes of stored tensors into memory of the caller, whatever wrote them, without torch."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from holdfast._byte_ranges import ByteRange, ranges_of
@@ -78,32 +79,24 @@ class ChunkPart(NamedTuple):
         """What reads it, all of it or piece by piece."""
         item = ItemBytes(rules, file, self.info)
         if self.info.transform_descriptors:
-            return [self._named(lambda: self._read_transformed(item))]
+            return [partial(self._run, self._read_transformed, item)]
         if not self.info.is_located:
-            return [self._named(lambda: self._read_torch_written(item))]
+            return [partial(self._run, self._read_torch_written, item)]
         if self.info.payload_nbytes != self.nbytes:
             what = f"has {self.info.payload_nbytes} bytes, and its tensor needs {self.nbytes}"
             raise item.damaged(what, MetadataFormatError, key=self.key)
         block = self.info.block_size if item.is_verified else 0
-        return [self._piece_job(item, piece) for piece in self._ranges(rules, _PIECE, block)]
+        pieces = self._ranges(rules, _PIECE, block)
+        return [partial(self._run, self._read_piece, item, piece) for piece in pieces]
 
     def _ranges(self, rules: LookRules, run_limit: int, block: int) -> Iterator[ByteRange]:
         return ranges_of(
             self.shape, *self.box, self.itemsize, run_limit=run_limit, block=block, thrift=rules.thrift
         )
 
-    def _named(self, work: Callable[[], None]) -> Callable[[], None]:
-        def job() -> None:
-            with naming(self.key):
-                work()
-
-        return job
-
-    def _piece_job(self, item: ItemBytes[LookRules], piece: ByteRange) -> Callable[[], None]:
-        def read() -> None:
-            self._read_piece(item, piece)
-
-        return self._named(read)
+    def _run(self, read: Callable[..., object], *what: Any) -> None:
+        with naming(self.key):
+            read(*what)
 
     def _read_piece(self, item: ItemBytes[LookRules], piece: ByteRange) -> memoryview:
         """Read a piece and put it where it belongs; the bytes that were read."""
