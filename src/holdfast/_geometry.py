@@ -40,6 +40,20 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed([*steps][: len(shape)]))
 
 
+def reach_of(lengths: Sequence[int], strides: Sequence[int]) -> int:
+    """How many elements lie between the first and the last one of a strided box, both included."""
+    return 1 + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True))
+
+
+def is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements that are ``strides`` apart lie in row-major order, without gaps."""
+    # A dimension of one element may have any stride.
+    return 0 in shape or all(
+        length == 1 or stride == step
+        for length, stride, step in zip(shape, strides, row_major_strides(shape), strict=True)
+    )
+
+
 def contains(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> bool:
     """Whether the box has the shape's number of dimensions and lies in it, with no negative number."""
     if not len(shape) == len(offsets) == len(lengths):

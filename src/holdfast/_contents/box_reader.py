@@ -11,7 +11,7 @@ from holdfast._contents.look_rules import LookRules
 from holdfast._format.dtypes import DTYPES
 from holdfast._format.item_table import StorageInfo
 from holdfast._format.torch_item_reader import TensorLayout, read_item_layout
-from holdfast._geometry import Box, cover_of, intersect, row_major_strides, volume
+from holdfast._geometry import Box, cover_of, intersect, is_row_major, reach_of, row_major_strides, volume
 from holdfast._io.blocks import BLOCK_SIZE, crc32
 from holdfast.errors import ChecksumError, IncompleteCheckpointError, IntegrityError, MetadataFormatError
 
@@ -114,8 +114,7 @@ class ChunkPart(NamedTuple):
     def _own_memory(self, at: Ints, piece: ByteRange) -> memoryview | None:
         """The array's bytes for a run of the chunk, if they are one run there, too."""
         strides = row_major_strides(self.array_shape)
-        reach = sum((n - 1) * s for n, s in zip(piece.lengths, strides, strict=True))
-        if reach + 1 != volume(piece.lengths):
+        if reach_of(piece.lengths, strides) != volume(piece.lengths):
             return None
         start = sum(o * s for o, s in zip(at, strides, strict=True)) * self.itemsize
         return self.arrays.memory_of(self.array)[start : start + piece.nbytes]
@@ -142,7 +141,7 @@ class ChunkPart(NamedTuple):
             content = item.read_unchecked()
             self.arrays.put_loaded(self.array, Box(self.at, self.box.lengths), content, self.box.offsets)
             return
-        if not _is_row_major(layout):
+        if not is_row_major(layout.shape, layout.strides):
             payload = memoryview(bytearray(layout.payload_nbytes))
             item.file.read_into(info.offset + layout.payload_offset, payload)
             self._put_payload(item, payload, layout)
@@ -180,15 +179,6 @@ class ChunkPart(NamedTuple):
         if item.context.verify and layout.crc32 is not None and found != layout.crc32:
             what = "has other bytes of its tensor than were written"
             raise item.damaged(what, ChecksumError, expected=layout.crc32, found=found)
-
-
-def _is_row_major(layout: TensorLayout) -> bool:
-    expected = row_major_strides(layout.shape)
-    # A dimension of one element may have any stride.
-    return volume(layout.shape) == 0 or all(
-        n == 1 or stride == step
-        for n, stride, step in zip(layout.shape, layout.strides, expected, strict=True)
-    )
 
 
 def find_parts(

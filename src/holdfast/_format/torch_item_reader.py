@@ -13,6 +13,7 @@ from holdfast._format.dtypes import DTYPES, TYPED_STORAGES, UNTYPED_STORAGE
 from holdfast._format.torch_item_zip import Archive
 from holdfast._format.torch_pickle_machine import DAMAGE, Machine
 from holdfast._format.torch_pickle_names import ORDERED_DICT, SIZE, Call, Symbol, make_size
+from holdfast._geometry import reach_of
 from holdfast.errors import IntegrityError
 
 # The pickle of a plain tensor takes some 200 bytes, and 20 more for each dimension.
@@ -94,7 +95,8 @@ def read_item_layout(
     expected = tensor.storage.numel * (1 if tensor.storage.dtype is None else itemsize)
     if payload.nbytes != expected:
         archive.damaged(f"record {payload.name} has {payload.nbytes} bytes, its storage needs {expected}")
-    if _elements_needed(tensor) * itemsize > payload.nbytes:
+    needed = 0 if 0 in tensor.shape else tensor.storage_offset + reach_of(tensor.shape, tensor.strides)
+    if needed * itemsize > payload.nbytes:
         archive.damaged(
             f"a tensor of shape {tensor.shape} and strides {tensor.strides} from element "
             f"{tensor.storage_offset} on does not fit {payload.nbytes} bytes"
@@ -123,14 +125,6 @@ def _read_byteorder(archive: Archive) -> Literal["little", "big"] | None:
     if content not in {b"little", b"big"}:
         archive.damaged(f"the byte order is {content!r}, not little or big")
     return "little" if content == b"little" else "big"
-
-
-def _elements_needed(tensor: "_PickledTensor") -> int:
-    """How many elements the storage must have for the tensor to lie in it."""
-    if 0 in tensor.shape:
-        return 0
-    reach = sum([(length - 1) * stride for length, stride in zip(tensor.shape, tensor.strides, strict=True)])
-    return tensor.storage_offset + reach + 1
 
 
 class _PickledStorage(NamedTuple):

@@ -15,7 +15,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, GenericError, PreconditionError
 from typing_extensions import Buffer
 
-from holdfast._format.names import is_data_file
+from holdfast._format.names import parse_data_file
 from holdfast._io.bucket_client import BucketAccess, refuse_forked_process
 from holdfast._io.bucket_errors import PAUSES, may_pass, persist, rest, translated
 from holdfast._io.bucket_files import (
@@ -166,7 +166,7 @@ class BucketStore(ByteStore):
         """Open an object for reading; see FileSource. Asks for its size only if no listing has told it."""
         check_name(name, error=UnsafeMetadataError)
         # Other objects may have been replaced since they were listed.
-        found = self._listed.get(name) if is_data_file(name) else None
+        found = self._listed.get(name) if parse_data_file(name) else None
         if found is None:
             with translated(self._path(name)):
                 found = obstore.head(self._client, name)

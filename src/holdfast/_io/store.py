@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from typing_extensions import Buffer
 
+from holdfast._format.names import is_plain_name
 from holdfast._io.file_access import FileReader, FileWriter, RangeWriter
 from holdfast.errors import (
     AccessDeniedError,
@@ -35,7 +36,7 @@ def check_name(name: str, *, error: type[CheckpointError] = UsageError) -> str:
     here and nowhere else. ``open`` and ``read`` raise UnsafeMetadataError, because the names they get
     stand in metadata; all other methods raise UsageError.
     """
-    if name in {"", ".", ".."} or any(c in name for c in "/\\\0"):
+    if not is_plain_name(name):
         raise error(
             f"{name!r} is not a plain file name. A checkpoint's files lie directly in its folder: a name has "
             "no '/', no '\\', no NUL, and is not '.' or '..'.",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from holdfast._format.dtypes import TYPED_STORAGES
+from holdfast._geometry import reach_of
 
 STORAGE_DTYPES: dict[tuple[str, str], torch.dtype | None] = {
     **{("torch", name): getattr(torch, dtype) for dtype, name in TYPED_STORAGES.items()},
@@ -80,8 +81,7 @@ def _rebuild_tensor(
     if not isinstance(dtype, torch.dtype) or not isinstance(views, dict) or views.keys() - {"conj", "neg"}:
         raise TypeError("a plain tensor was expected")
     _check_numbers(size, stride, offset)
-    last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-    if 0 not in size and (last + 1) * dtype.itemsize > memory.nbytes():
+    if 0 not in size and (offset + reach_of(size, stride)) * dtype.itemsize > memory.nbytes():
         raise TypeError("a tensor reaches outside its storage")
     tensor = torch.empty(0, dtype=dtype).set_(memory, offset, tuple(size), tuple(stride))
     tensor = with_lazy_bits(tensor, conj=views.get("conj") is True, neg=views.get("neg") is True)
@@ -135,7 +135,7 @@ def _rebuild_quantized(
     memory, dtype, storage.is_used = storage.memory, storage.dtype, True
     _check_numbers(size, stride, offset)
     numel = math.prod(size)
-    reached = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) + 1
+    reached = offset + reach_of(size, stride)
     if dtype is None or (numel and max(reached, numel) * dtype.itemsize > memory.nbytes()):
         raise TypeError("a tensor reaches outside its storage")
     scheme, scale, zero, *axis = quantizer
