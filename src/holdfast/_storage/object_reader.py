@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from holdfast._contents.item_bytes import naming
 from holdfast._contents.object_bytes import read_object
-from holdfast._objects import LoadedObject
+from holdfast._objects.object_streams import LoadedObject
 from holdfast._storage.item_reader import ItemReader
 from holdfast.planner import ReadItem
 

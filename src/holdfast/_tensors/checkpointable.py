@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast._tensors.dtensors import local_tensor, narrowed
-from holdfast._torch_compat import to_ours, to_torch
+from holdfast._torch_compat.torch_records import to_ours, to_torch
 from holdfast.errors import PlanError
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex
 from holdfast.planner import WriteItem, WriteItemType
