@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from holdfast._format.description import (
-    OBJECT,
-    TENSOR,
-    Description,
-    find_bad_box,
-    ints,
-)
+from holdfast._format.description import OBJECT, TENSOR, Description, find_bad_box, ints
 from holdfast._format.item_table import COLUMNS, Column, StorageInfo
 from holdfast._format.names import is_plain_name
 from holdfast._format.stored_record import StoredRecord

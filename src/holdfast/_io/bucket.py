@@ -18,13 +18,7 @@ from typing_extensions import Buffer
 from holdfast._format.names import parse_data_file
 from holdfast._io.bucket_client import BucketAccess, refuse_forked_process
 from holdfast._io.bucket_errors import PAUSES, may_pass, persist, rest, translated
-from holdfast._io.bucket_files import (
-    PARTS_IN_FLIGHT,
-    READ_NBYTES,
-    SPARE_BUFFERS,
-    BucketReader,
-    BucketWriter,
-)
+from holdfast._io.bucket_files import PARTS_IN_FLIGHT, READ_NBYTES, SPARE_BUFFERS, BucketReader, BucketWriter
 from holdfast._io.local_buffers import BUFFER_NBYTES
 from holdfast._io.s3_uploads import S3Uploads
 from holdfast._io.store import (

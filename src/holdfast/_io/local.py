@@ -20,15 +20,7 @@ from holdfast._io.local_reader import LocalReader
 from holdfast._io.local_writer import LocalWriter
 from holdfast._io.page_cache import PageCache, check_page_cache, room
 from holdfast._io.process_identity import this_process
-from holdfast._io.store import (
-    Below,
-    CacheRoom,
-    Claim,
-    FileFacts,
-    StoreTraits,
-    check_name,
-    existing_file,
-)
+from holdfast._io.store import Below, CacheRoom, Claim, FileFacts, StoreTraits, check_name, existing_file
 from holdfast._io.streams import byte_view
 from holdfast._io.write_back import BufferOutput
 from holdfast.errors import (
