@@ -43,12 +43,9 @@ def living_and_dead(
 
 def find_living(store: ByteStore) -> LeaseHolder | None:
     """Some holder of a lease of a living save; None if there is none. For messages."""
-    for name in store.names():
-        if save_of_lease(name):
-            holder = read_lease(store, name)
-            if _is_alive(store, name, holder, time.time_ns()):
-                return holder or UNKNOWN
-    return None
+    leases = [name for name in store.names() if save_of_lease(name)]
+    living, _ = living_and_dead(store, leases, time.time_ns())
+    return next(iter(living.values()), None)
 
 
 def _is_alive(store: ByteStore, name: str, holder: LeaseHolder | None, now_ns: int | None) -> bool:
