@@ -167,6 +167,3 @@ class _ReadWindow(FileReader):
         self._check_range(offset, len(view))
         at = offset - self._begin
         view[:] = self._content[at : at + len(view)]
-
-    def close(self) -> None:
-        pass

@@ -253,6 +253,3 @@ class BucketReader(FileReader):
                 target[found:end] = memoryview(piece)
             found = end
         return found
-
-    def close(self) -> None:
-        """Nothing: each request stands for itself."""

@@ -278,9 +278,6 @@ class _RangeReader(FileReader):
                 f"{self.path}: was replaced while it was being read. Load again.", path=self.path
             )
 
-    def close(self) -> None:
-        pass
-
 
 def _version(found: dict[str, Any]) -> list[Any]:
     return [found.get(key) for key in _VERSION]
