@@ -123,7 +123,7 @@ def check_cover(shape: Sequence[int], boxes: Sequence[Box]) -> list[CoverProblem
     if surplus == 0 and hole is None:
         # As many elements as the shape has, and each of its elements among them: none can be there twice.
         return []
-    overlaps = _find_overlaps(boxes)
+    overlaps = list(islice(_overlapping_pairs(boxes), _MOST_PROBLEMS))
     if hole is None:
         return overlaps
     gap = CoverProblem("gap", (), hole, missing=0 if overlaps else -surplus)
@@ -252,12 +252,8 @@ def _split_at_an_edge(region: _Span, spans: list[_Span]) -> Iterator[tuple[_Span
         yield _narrow(region, dim, begin, end), part
 
 
-def _find_overlaps(boxes: Sequence[Box]) -> list[CoverProblem]:
-    """The first pairs of boxes that share an element; the boxes lie in one shape."""
-    return list(islice(_overlapping_pairs(boxes), _MOST_PROBLEMS))
-
-
 def _overlapping_pairs(boxes: Sequence[Box]) -> Iterator[CoverProblem]:
+    """The pairs of boxes that share an element; the boxes lie in one shape."""
     full = [i for i, box in enumerate(boxes) if 0 not in box.lengths]
     # The dimension with most starts keeps the list of boxes that are still open short.
     ndim = len(boxes[full[0]].offsets) if full else 0
