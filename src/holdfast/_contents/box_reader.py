@@ -6,8 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 from holdfast._byte_ranges import ByteRange, ranges_of
 from holdfast._contents.inventory import Ints, TensorEntry
-from holdfast._contents.item_bytes import ItemBytes, ItemFile, naming, read_transformed
-from holdfast._contents.look_rules import LookRules
+from holdfast._contents.item_bytes import ItemBytes, ItemFile, ItemRules, naming, read_transformed
 from holdfast._format.dtypes import DTYPES
 from holdfast._format.item_table import StorageInfo
 from holdfast._format.torch_item_reader import TensorLayout, read_item_layout
@@ -75,7 +74,7 @@ class ChunkPart(NamedTuple):
         """Bytes of the whole chunk."""
         return volume(self.shape) * self.itemsize
 
-    def jobs(self, rules: LookRules, file: ItemFile) -> list[Callable[[], None]]:
+    def jobs(self, rules: ItemRules, file: ItemFile) -> list[Callable[[], None]]:
         """What reads it, all of it or piece by piece."""
         item = ItemBytes(rules, file, self.info)
         if self.info.transform_descriptors:
@@ -89,7 +88,7 @@ class ChunkPart(NamedTuple):
         pieces = self._ranges(rules, _PIECE, block)
         return [partial(self._run, self._read_piece, item, piece) for piece in pieces]
 
-    def _ranges(self, rules: LookRules, run_limit: int, block: int) -> Iterator[ByteRange]:
+    def _ranges(self, rules: ItemRules, run_limit: int, block: int) -> Iterator[ByteRange]:
         return ranges_of(
             self.shape, *self.box, self.itemsize, run_limit=run_limit, block=block, thrift=rules.thrift
         )
@@ -98,7 +97,7 @@ class ChunkPart(NamedTuple):
         with naming(self.key):
             read(*what)
 
-    def _read_piece(self, item: ItemBytes[LookRules], piece: ByteRange) -> memoryview:
+    def _read_piece(self, item: ItemBytes, piece: ByteRange) -> memoryview:
         """Read a piece and put it where it belongs; the bytes that were read."""
         item.context.cancellation.check()
         at = tuple(a + o for a, o in zip(self.at, piece.offsets, strict=True))
@@ -119,7 +118,7 @@ class ChunkPart(NamedTuple):
         start = sum(o * s for o, s in zip(at, strides, strict=True)) * self.itemsize
         return self.arrays.memory_of(self.array)[start : start + piece.nbytes]
 
-    def _read_transformed(self, item: ItemBytes[LookRules]) -> None:
+    def _read_transformed(self, item: ItemBytes) -> None:
         # Inside is a container, which is little more than the elements.
         content = read_transformed(item, limit=self.nbytes + (1 << 20))
         layout = read_item_layout(
@@ -134,7 +133,7 @@ class ChunkPart(NamedTuple):
         end = layout.payload_offset + layout.payload_nbytes
         self._put_payload(item, memoryview(content)[layout.payload_offset : end], layout)
 
-    def _read_torch_written(self, item: ItemBytes[LookRules]) -> None:
+    def _read_torch_written(self, item: ItemBytes) -> None:
         info = self.info
         layout = read_item_layout(item.read_at, info.length, path=item.file.path, key=self.key)
         if layout is None or not self._is_known(layout):
@@ -169,13 +168,13 @@ class ChunkPart(NamedTuple):
             )
         return layout.byteorder == "little" and not layout.conj and not layout.neg
 
-    def _put_payload(self, item: ItemBytes[LookRules], payload: memoryview, layout: TensorLayout) -> None:
+    def _put_payload(self, item: ItemBytes, payload: memoryview, layout: TensorLayout) -> None:
         self._check(item, layout, crc32(payload))
         offsets = zip(self.box.offsets, layout.strides, strict=True)
         first = layout.storage_offset + sum(offset * stride for offset, stride in offsets)
         self.arrays.put(self.array, Box(self.at, self.box.lengths), payload, layout.strides, first)
 
-    def _check(self, item: ItemBytes[LookRules], layout: TensorLayout, found: int) -> None:
+    def _check(self, item: ItemBytes, layout: TensorLayout, found: int) -> None:
         if item.context.verify and layout.crc32 is not None and found != layout.crc32:
             what = "has other bytes of its tensor than were written"
             raise item.damaged(what, ChecksumError, expected=layout.crc32, found=found)

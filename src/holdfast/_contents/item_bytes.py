@@ -5,8 +5,9 @@ import ctypes
 import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
+from holdfast._byte_ranges import USUAL, Thrift
 from holdfast._format.item_table import Payload, StorageInfo
 from holdfast._io.blocks import crc32
 from holdfast._io.pool import Cancellation
@@ -34,27 +35,25 @@ class ItemFile(Protocol):
         """As ``FileReader.read_blocks_into``."""
 
 
-class ItemRules(Protocol):
-    """How items are read."""
+@dataclass(frozen=True)
+class ItemRules:
+    """How items are read.
 
-    @property
-    def registry(self) -> ExtensionRegistry:
-        """Makes transforms from their descriptors."""
+    Attributes:
+        registry: Makes transforms from their descriptors.
+        cancellation: Says that another job failed.
+        verify: Whether checksums are compared.
+        thrift: What may be read besides what is wanted.
+    """
 
-    @property
-    def cancellation(self) -> Cancellation:
-        """Says that another job failed."""
-
-    @property
-    def verify(self) -> bool:
-        """Whether checksums are compared."""
-
-
-Rules_co = TypeVar("Rules_co", bound=ItemRules, covariant=True)
+    registry: ExtensionRegistry
+    cancellation: Cancellation
+    verify: bool
+    thrift: Thrift = USUAL
 
 
 @dataclass(frozen=True)
-class ItemBytes(Generic[Rules_co]):
+class ItemBytes:
     """Reads one item of a file.
 
     Attributes:
@@ -63,7 +62,7 @@ class ItemBytes(Generic[Rules_co]):
         info: What is known of it.
     """
 
-    context: Rules_co
+    context: ItemRules
     file: ItemFile
     info: StorageInfo
 
@@ -113,7 +112,7 @@ class ItemBytes(Generic[Rules_co]):
 
 
 class _Stream(io.RawIOBase):
-    def __init__(self, reader: ItemBytes[ItemRules]) -> None:
+    def __init__(self, reader: ItemBytes) -> None:
         super().__init__()
         self.reader = reader
         self.name = reader.file.path  # for the errors of transforms
@@ -133,7 +132,7 @@ class _Stream(io.RawIOBase):
         return len(view)
 
 
-def undo_transforms(reader: ItemBytes[ItemRules]) -> Any:
+def undo_transforms(reader: ItemBytes) -> Any:
     """The item's container as a stream."""
     stream: Any = reader.stream()
     descriptors = list(reader.info.transform_descriptors or ())
@@ -146,7 +145,7 @@ def undo_transforms(reader: ItemBytes[ItemRules]) -> Any:
     return stream
 
 
-def read_transformed(reader: ItemBytes[ItemRules], *, limit: int = _LARGEST_UNDECLARED) -> bytes:
+def read_transformed(reader: ItemBytes, *, limit: int = _LARGEST_UNDECLARED) -> bytes:
     """The whole container.
 
     Raises:

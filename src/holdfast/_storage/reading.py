@@ -115,7 +115,7 @@ def read_items(
     """
     cancellation = Cancellation()
     calls = PlannerCalls(planner)
-    context = ReadContext(calls, registry, Budget(budget, cancellation), cancellation, verify)
+    context = ReadContext(registry, cancellation, verify, calls=calls, budget=Budget(budget, cancellation))
     files: list[SharedFile] = []
     try:
         with paused_collector():
