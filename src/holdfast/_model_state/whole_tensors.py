@@ -46,24 +46,20 @@ def delivered(tree: Any, options: StateDictOptions) -> Any:
     If sharded tensors are gathered, every rank that holds a part must call this. A rank that gets nothing in
     the end takes part and drops each tensor at once.
     """
-    if is_left_to_rank0(options):
-        changed_leaves(tree, _take_part_in_gathering)
-        return {}
     if not options.full_state_dict and not options.cpu_offload:
         return tree
+    is_left = is_left_to_rank0(options)
 
     def deliver(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         whole = gathered(value) if options.full_state_dict else value
+        if is_left:
+            return None
         return whole.to("cpu") if options.cpu_offload else whole
 
-    return changed_leaves(tree, deliver)
-
-
-def _take_part_in_gathering(value: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        gathered(value)
+    found = changed_leaves(tree, deliver)
+    return {} if is_left else found
 
 
 def gathered(value: torch.Tensor) -> torch.Tensor:
