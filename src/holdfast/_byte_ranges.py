@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from holdfast._geometry import row_major_strides, volume
+from holdfast._geometry import reach_of, row_major_strides, volume
 
 SCRATCH = 32 * 1024 * 1024
 """How much of a payload goes through memory of our own at once, where it cannot go straight to its place."""
@@ -87,9 +87,8 @@ def ranges_of(
     while todo:
         at, size = todo.pop()
         first = sum((o + a) * s for o, a, s in zip(offsets, at, strides, strict=True))
-        last = first + sum((n - 1) * s for n, s in zip(size, strides, strict=True))
-        span = (last + 1 - first) * itemsize
-        is_run = (last + 1 - first) == volume(size)
+        reach = reach_of(size, strides)
+        span, is_run = reach * itemsize, reach == volume(size)
         if is_run and (run_limit is None or span <= run_limit):
             yield ByteRange(at, size, first * itemsize, span, is_run=True)
             continue

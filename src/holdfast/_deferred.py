@@ -72,7 +72,7 @@ class _Deferred(metaclass=_DeferredType):
         """
         if self._make is None:
             return True
-        if self._is_made and self._differs(self._make):
+        if self._is_made and self != type(self).plain(self._make()):
             self._detach()
         return self._make is None
 
@@ -99,9 +99,6 @@ class _Deferred(metaclass=_DeferredType):
 
     def _fill(self, made: Any) -> None:
         raise NotImplementedError
-
-    def _differs(self, make: Callable[[], Iterable[Any]]) -> bool:
-        return bool(self != type(self).plain(make()))
 
     def __bool__(self) -> bool:
         return len(self) > 0  # type: ignore[arg-type]

@@ -40,6 +40,20 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed([*steps][: len(shape)]))
 
 
+def reach_of(lengths: Sequence[int], strides: Sequence[int]) -> int:
+    """How many elements lie between the first and the last one of a strided box, both included."""
+    return 1 + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True))
+
+
+def is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements that are ``strides`` apart lie in row-major order, without gaps."""
+    # A dimension of one element may have any stride.
+    return 0 in shape or all(
+        length == 1 or stride == step
+        for length, stride, step in zip(shape, strides, row_major_strides(shape), strict=True)
+    )
+
+
 def contains(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> bool:
     """Whether the box has the shape's number of dimensions and lies in it, with no negative number."""
     if not len(shape) == len(offsets) == len(lengths):
@@ -109,7 +123,7 @@ def check_cover(shape: Sequence[int], boxes: Sequence[Box]) -> list[CoverProblem
     if surplus == 0 and hole is None:
         # As many elements as the shape has, and each of its elements among them: none can be there twice.
         return []
-    overlaps = _find_overlaps(boxes)
+    overlaps = list(islice(_overlapping_pairs(boxes), _MOST_PROBLEMS))
     if hole is None:
         return overlaps
     gap = CoverProblem("gap", (), hole, missing=0 if overlaps else -surplus)
@@ -238,12 +252,8 @@ def _split_at_an_edge(region: _Span, spans: list[_Span]) -> Iterator[tuple[_Span
         yield _narrow(region, dim, begin, end), part
 
 
-def _find_overlaps(boxes: Sequence[Box]) -> list[CoverProblem]:
-    """The first pairs of boxes that share an element; the boxes lie in one shape."""
-    return list(islice(_overlapping_pairs(boxes), _MOST_PROBLEMS))
-
-
 def _overlapping_pairs(boxes: Sequence[Box]) -> Iterator[CoverProblem]:
+    """The pairs of boxes that share an element; the boxes lie in one shape."""
     full = [i for i, box in enumerate(boxes) if 0 not in box.lengths]
     # The dimension with most starts keeps the list of boxes that are still open short.
     ndim = len(boxes[full[0]].offsets) if full else 0

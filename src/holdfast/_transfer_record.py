@@ -7,8 +7,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from holdfast._human_units import rate_text, seconds_text, size_text
 
-__all__ = ["PhaseSummary", "PhaseTime", "RankRecord", "SlowestRank", "TransferRecord", "summarize"]
-
 TransferKind: TypeAlias = Literal["save", "load"]
 TransferMode: TypeAlias = Literal["blocking", "thread", "process"]
 

@@ -18,8 +18,6 @@ from holdfast._transfer_record import (
     summarize,
 )
 
-__all__ = ["TransferRecorder"]
-
 _MOST_SENT = 64
 """With more ranks than this, ranks other than the coordinator are told of the slowest ones only: rows of all
 ranks for all ranks would be gigabytes with 10,000 of them."""

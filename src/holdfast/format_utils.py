@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from holdfast._torch_compat import to_ours
+from holdfast._torch_compat.torch_records import to_ours
 from holdfast.conversion import convert
 from holdfast.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
 from holdfast.errors import PlanError, UsageError

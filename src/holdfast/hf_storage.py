@@ -17,7 +17,8 @@ from holdfast._storage.safetensors_layout import ExportOptions, Rename
 from holdfast._storage.safetensors_metadata import read_model_metadata
 from holdfast._storage.safetensors_writer import SafetensorsWriter
 from holdfast._storage.store_writer import DEFAULT_BUDGET
-from holdfast._torch_compat import our_load_planner, to_ours
+from holdfast._torch_compat.torch_plugins import our_load_planner
+from holdfast._torch_compat.torch_records import to_ours
 from holdfast.errors import IncompleteCheckpointError, PlanError, UsageError
 from holdfast.filesystem import FileSystemReader, FileSystemWriter
 from holdfast.metadata import Metadata

@@ -13,7 +13,8 @@ from holdfast._io.progress import ProgressTracker
 from holdfast._known_methods import known_to_engine
 from holdfast._storage.quantized_reading import QuantizedTensor, find_scales, show_numbers
 from holdfast._storage.safetensors_metadata import read_model_metadata
-from holdfast._torch_compat import our_load_planner, to_ours
+from holdfast._torch_compat.torch_plugins import our_load_planner
+from holdfast._torch_compat.torch_records import to_ours
 from holdfast.errors import UsageError
 from holdfast.hf_storage import HuggingFaceStorageReader
 from holdfast.metadata import Metadata

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import metadata as torch_metadata
 
 import holdfast as hf
 from holdfast import metadata as our_metadata
-from holdfast._torch_compat import to_torch
+from holdfast._torch_compat.torch_records import to_torch
 
 # Its types say that it exports nothing.
 dcp: Any = torch_checkpoint

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 import holdfast as hf
 from holdfast import default_planner as ours
-from holdfast._torch_compat import to_ours, to_torch
+from holdfast._torch_compat.torch_records import to_ours, to_torch
 from holdfast.errors import CheckpointException, CheckpointExistsError, CheckpointNotFoundError, UsageError
 from holdfast.metadata import (
     ChunkStorageMetadata,

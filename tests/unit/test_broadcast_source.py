@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from holdfast._format.item_table import Payload
 from holdfast._io.blocks import BLOCK_SIZE, crc32
 from holdfast._io.file_access import FileReader
 from holdfast._io.local import LocalStore
@@ -91,7 +92,7 @@ def both(folder: Path, work: Callable[[BroadcastSource], Any], **kinds: Any) -> 
 def read_checked(source: BroadcastSource, start: int = 0, nbytes: int = len(CONTENT)) -> bytes:
     found = bytearray(nbytes)
     with source.open("a") as file:
-        file.read_blocks_into(found, payload_offset=0, payload_nbytes=len(CONTENT), crcs=CRCS, start=start)
+        file.read_blocks_into(found, Payload(0, len(CONTENT), CRCS), start)
     return bytes(found)
 
 

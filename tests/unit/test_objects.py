@@ -22,7 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
-from holdfast._objects import decode_object, encode_object
+from holdfast._objects.decode import decode_object
+from holdfast._objects.encode import encode_object
 from holdfast.errors import IntegrityError, PlanError, UnsafeMetadataError
 
 

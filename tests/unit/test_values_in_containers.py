@@ -23,7 +23,8 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast._objects import decode_object, encode_object
+from holdfast._objects.decode import decode_object
+from holdfast._objects.encode import encode_object
 from holdfast.errors import PlanError, UnsafeMetadataError
 
 # torch warns of kinds of tensors that are deprecated, or not yet stable, when one is made.

@@ -1,16 +1,16 @@
 """Owns reading boxes of stored tensors into memory of the caller, whatever wrote them, without torch."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from holdfast._byte_ranges import ByteRange, ranges_of
 from holdfast._contents.inventory import Ints, TensorEntry
-from holdfast._contents.item_bytes import ItemBytes, ItemFile, naming, read_transformed
-from holdfast._contents.look_rules import LookRules
+from holdfast._contents.item_bytes import ItemBytes, ItemFile, ItemRules, naming, read_transformed
 from holdfast._format.dtypes import DTYPES
 from holdfast._format.item_table import StorageInfo
 from holdfast._format.torch_item_reader import TensorLayout, read_item_layout
-from holdfast._geometry import Box, cover_of, intersect, row_major_strides, volume
+from holdfast._geometry import Box, cover_of, intersect, is_row_major, reach_of, row_major_strides, volume
 from holdfast._io.blocks import BLOCK_SIZE, crc32
 from holdfast.errors import ChecksumError, IncompleteCheckpointError, IntegrityError, MetadataFormatError
 
@@ -74,38 +74,30 @@ class ChunkPart(NamedTuple):
         """Bytes of the whole chunk."""
         return volume(self.shape) * self.itemsize
 
-    def jobs(self, rules: LookRules, file: ItemFile) -> list[Callable[[], None]]:
+    def jobs(self, rules: ItemRules, file: ItemFile) -> list[Callable[[], None]]:
         """What reads it, all of it or piece by piece."""
         item = ItemBytes(rules, file, self.info)
         if self.info.transform_descriptors:
-            return [self._named(lambda: self._read_transformed(item))]
+            return [partial(self._run, self._read_transformed, item)]
         if not self.info.is_located:
-            return [self._named(lambda: self._read_torch_written(item))]
+            return [partial(self._run, self._read_torch_written, item)]
         if self.info.payload_nbytes != self.nbytes:
             what = f"has {self.info.payload_nbytes} bytes, and its tensor needs {self.nbytes}"
             raise item.damaged(what, MetadataFormatError, key=self.key)
         block = self.info.block_size if item.is_verified else 0
-        return [self._piece_job(item, piece) for piece in self._ranges(rules, _PIECE, block)]
+        pieces = self._ranges(rules, _PIECE, block)
+        return [partial(self._run, self._read_piece, item, piece) for piece in pieces]
 
-    def _ranges(self, rules: LookRules, run_limit: int, block: int) -> Iterator[ByteRange]:
+    def _ranges(self, rules: ItemRules, run_limit: int, block: int) -> Iterator[ByteRange]:
         return ranges_of(
             self.shape, *self.box, self.itemsize, run_limit=run_limit, block=block, thrift=rules.thrift
         )
 
-    def _named(self, work: Callable[[], None]) -> Callable[[], None]:
-        def job() -> None:
-            with naming(self.key):
-                work()
+    def _run(self, read: Callable[..., object], *what: Any) -> None:
+        with naming(self.key):
+            read(*what)
 
-        return job
-
-    def _piece_job(self, item: ItemBytes[LookRules], piece: ByteRange) -> Callable[[], None]:
-        def read() -> None:
-            self._read_piece(item, piece)
-
-        return self._named(read)
-
-    def _read_piece(self, item: ItemBytes[LookRules], piece: ByteRange) -> memoryview:
+    def _read_piece(self, item: ItemBytes, piece: ByteRange) -> memoryview:
         """Read a piece and put it where it belongs; the bytes that were read."""
         item.context.cancellation.check()
         at = tuple(a + o for a, o in zip(self.at, piece.offsets, strict=True))
@@ -121,13 +113,12 @@ class ChunkPart(NamedTuple):
     def _own_memory(self, at: Ints, piece: ByteRange) -> memoryview | None:
         """The array's bytes for a run of the chunk, if they are one run there, too."""
         strides = row_major_strides(self.array_shape)
-        reach = sum((n - 1) * s for n, s in zip(piece.lengths, strides, strict=True))
-        if reach + 1 != volume(piece.lengths):
+        if reach_of(piece.lengths, strides) != volume(piece.lengths):
             return None
         start = sum(o * s for o, s in zip(at, strides, strict=True)) * self.itemsize
         return self.arrays.memory_of(self.array)[start : start + piece.nbytes]
 
-    def _read_transformed(self, item: ItemBytes[LookRules]) -> None:
+    def _read_transformed(self, item: ItemBytes) -> None:
         # Inside is a container, which is little more than the elements.
         content = read_transformed(item, limit=self.nbytes + (1 << 20))
         layout = read_item_layout(
@@ -142,14 +133,14 @@ class ChunkPart(NamedTuple):
         end = layout.payload_offset + layout.payload_nbytes
         self._put_payload(item, memoryview(content)[layout.payload_offset : end], layout)
 
-    def _read_torch_written(self, item: ItemBytes[LookRules]) -> None:
+    def _read_torch_written(self, item: ItemBytes) -> None:
         info = self.info
         layout = read_item_layout(item.read_at, info.length, path=item.file.path, key=self.key)
         if layout is None or not self._is_known(layout):
             content = item.read_unchecked()
             self.arrays.put_loaded(self.array, Box(self.at, self.box.lengths), content, self.box.offsets)
             return
-        if not _is_row_major(layout):
+        if not is_row_major(layout.shape, layout.strides):
             payload = memoryview(bytearray(layout.payload_nbytes))
             item.file.read_into(info.offset + layout.payload_offset, payload)
             self._put_payload(item, payload, layout)
@@ -177,25 +168,16 @@ class ChunkPart(NamedTuple):
             )
         return layout.byteorder == "little" and not layout.conj and not layout.neg
 
-    def _put_payload(self, item: ItemBytes[LookRules], payload: memoryview, layout: TensorLayout) -> None:
+    def _put_payload(self, item: ItemBytes, payload: memoryview, layout: TensorLayout) -> None:
         self._check(item, layout, crc32(payload))
         offsets = zip(self.box.offsets, layout.strides, strict=True)
         first = layout.storage_offset + sum(offset * stride for offset, stride in offsets)
         self.arrays.put(self.array, Box(self.at, self.box.lengths), payload, layout.strides, first)
 
-    def _check(self, item: ItemBytes[LookRules], layout: TensorLayout, found: int) -> None:
+    def _check(self, item: ItemBytes, layout: TensorLayout, found: int) -> None:
         if item.context.verify and layout.crc32 is not None and found != layout.crc32:
             what = "has other bytes of its tensor than were written"
             raise item.damaged(what, ChecksumError, expected=layout.crc32, found=found)
-
-
-def _is_row_major(layout: TensorLayout) -> bool:
-    expected = row_major_strides(layout.shape)
-    # A dimension of one element may have any stride.
-    return volume(layout.shape) == 0 or all(
-        n == 1 or stride == step
-        for n, stride, step in zip(layout.shape, layout.strides, expected, strict=True)
-    )
 
 
 def find_parts(

@@ -5,14 +5,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from holdfast._contents.findings import Findings
-from holdfast._format.description import ints
+from holdfast._contents.inventory import StoredChunk
 from holdfast._format.item_table import StorageInfo
 from holdfast._io.blocks import crc32
 from holdfast._io.file_access import FileReader
 from holdfast._io.store import FileSource
 from holdfast.errors import ChecksumError
-
-__all__ = ["KeyedItem", "holdfast_jobs", "safetensors_jobs"]
 
 # A job's share. Large enough for reads past the page cache, small enough for a bar that moves.
 _PIECE = 8 << 20
@@ -23,10 +21,19 @@ Job = Callable[[], None]
 
 
 class KeyedItem(NamedTuple):
-    """An item and the key that it belongs to."""
+    """An item with what the metadata says of it.
+
+    Attributes:
+        key: The key that it belongs to.
+        item: Where it lies.
+        chunk: The chunk of a tensor that it holds; None for an object.
+        dtype: The dtype of that tensor.
+    """
 
     key: str
     item: StorageInfo
+    chunk: StoredChunk | None = None
+    dtype: str = ""
 
 
 class _Memory(threading.local):
@@ -44,53 +51,45 @@ class _Memory(threading.local):
 _MEMORY = _Memory()
 
 
-class _File(NamedTuple):
-    """What all jobs of one data file share."""
+class CheckedFile(NamedTuple):
+    """What all jobs of one data file share.
+
+    Attributes:
+        store: The checkpoint's folder.
+        name: The file.
+        rank: For a rank's own part of a checkpoint, that rank.
+        report: Takes what is found.
+    """
 
     store: FileSource
     name: str
     rank: int | None
-    block_size: int
     report: Findings
 
     def open(self) -> FileReader:
-        # Each job opens the file for itself: a checkpoint may have more files than a process may have open.
+        """Open it. Each job does so: a checkpoint may have more files than a process may have open."""
         return self.store.open(self.name)
 
     def damage(self, kind: str, message: str, key: str | None, offset: int, nbytes: int) -> None:
+        """Report that something is wrong with a place of it."""
         keys = [] if key is None else [key]
         self.report.damage(
             kind, message, file=self.name, keys=keys, offset=offset, nbytes=nbytes, rank=self.rank
         )
 
 
-def holdfast_jobs(
-    store: FileSource,
-    name: str,
-    items: Iterable[KeyedItem],
-    *,
-    nbytes: int,
-    block_size: int,
-    report: Findings,
-    rank: int | None,
-) -> Iterator[Job]:
+def holdfast_jobs(file: CheckedFile, items: Iterable[KeyedItem], nbytes: int) -> Iterator[Job]:
     """Jobs that together check each byte of a file once.
 
     Args:
-        store: The checkpoint's folder.
-        name: The file.
+        file: The file.
         items: What should be in it; all of it lies within ``nbytes``.
         nbytes: How much of the file is to be checked.
-        block_size: The unit of checksums.
-        report: Takes what is found.
-        rank: For the report.
     """
-    file = _File(store, name, rank, block_size, report)
     batch: list[KeyedItem] = []
     begin = at = 0
     for keyed in sorted(items, key=lambda keyed: keyed.item.offset):
-        item = keyed.item
-        end = item.offset + item.length
+        item, end = keyed.item, keyed.item.end
         alone, far = item.length > _SMALL, item.offset - at > _SMALL
         if batch and (alone or far or end - begin > _PIECE):
             yield _batch_job(file, batch, begin, at)
@@ -110,26 +109,24 @@ def holdfast_jobs(
     yield from _gap_jobs(file, at, nbytes)
 
 
-def safetensors_jobs(
-    store: FileSource, name: str, items: Iterable[KeyedItem], *, report: Findings
-) -> Iterator[Job]:
+def safetensors_jobs(file: CheckedFile, items: Iterable[KeyedItem]) -> Iterator[Job]:
     """Jobs that check the tensors of a safetensors file, as far as checksums are known.
 
     The header was checked when it was read: checksums belong to a header.
     """
     for keyed in sorted(items, key=lambda keyed: keyed.item.offset):
-        if not keyed.item.is_checked:
-            report.leave_unchecked("tensors of a safetensors file that has no checksums")
-            continue
-        yield from _payload_jobs(_File(store, name, None, keyed.item.block_size, report), keyed)
+        if keyed.item.is_checked:
+            yield from _payload_jobs(file, keyed)
+        else:
+            file.report.leave_unchecked("tensors of a safetensors file that has no checksums")
 
 
-def _gap_jobs(file: _File, begin: int, end: int) -> Iterator[Job]:
+def _gap_jobs(file: CheckedFile, begin: int, end: int) -> Iterator[Job]:
     for at in range(begin, end, _PIECE):
         yield _batch_job(file, [], at, min(at + _PIECE, end))
 
 
-def _batch_job(file: _File, batch: list[KeyedItem], begin: int, end: int) -> Job:
+def _batch_job(file: CheckedFile, batch: list[KeyedItem], begin: int, end: int) -> Job:
     """Check small neighbours, and that what is between them is zeros."""
 
     def job() -> None:
@@ -137,21 +134,21 @@ def _batch_job(file: _File, batch: list[KeyedItem], begin: int, end: int) -> Job
         with file.open() as reader:
             reader.read_into(begin, view)
         at = begin
-        for key, item in batch:
+        for key, item, *_ in batch:
             _check_zeros(file, view[at - begin : max(item.offset, at) - begin], at)
             content = view[item.offset - begin : item.offset - begin + item.length]
             payload_end = item.payload_offset + item.payload_nbytes
             _check_wrap(file, key, item, content[: item.payload_offset], content[payload_end:])
             _check_blocks(file, key, item, content[item.payload_offset : payload_end], 0)
-            at = max(at, item.offset + item.length)
+            at = max(at, item.end)
         _check_zeros(file, view[at - begin :], at)
         file.report.advance(end - begin)
 
     return job
 
 
-def _large_jobs(file: _File, keyed: KeyedItem) -> Iterator[Job]:
-    key, item = keyed
+def _large_jobs(file: CheckedFile, keyed: KeyedItem) -> Iterator[Job]:
+    item = keyed.item
 
     def check_wrap() -> None:
         payload_end = item.payload_offset + item.payload_nbytes
@@ -159,67 +156,58 @@ def _large_jobs(file: _File, keyed: KeyedItem) -> Iterator[Job]:
         with file.open() as reader:
             reader.read_into(item.offset, head)
             reader.read_into(item.offset + payload_end, tail)
-        _check_wrap(file, key, item, head, tail)
+        _check_wrap(file, keyed.key, item, head, tail)
         file.report.advance(len(head) + len(tail))
 
     yield check_wrap
     yield from _payload_jobs(file, keyed)
 
 
-def _payload_jobs(file: _File, keyed: KeyedItem) -> Iterator[Job]:
+def _payload_jobs(file: CheckedFile, keyed: KeyedItem) -> Iterator[Job]:
     item = keyed.item
     # Cut where blocks end, so that none is read twice.
-    step = -(-_PIECE // file.block_size) * file.block_size
+    step = -(-_PIECE // item.block_size) * item.block_size
     for start in range(0, item.payload_nbytes, step):
         yield _piece_job(file, keyed, start, min(start + step, item.payload_nbytes))
 
 
-def _piece_job(file: _File, keyed: KeyedItem, start: int, stop: int) -> Job:
-    key, item = keyed
+def _piece_job(file: CheckedFile, keyed: KeyedItem, start: int, stop: int) -> Job:
+    item = keyed.item
 
     def job() -> None:
         view = _MEMORY.view(stop - start)
-        payload_at = item.offset + item.payload_offset
         with file.open() as reader:
             try:
-                reader.read_blocks_into(
-                    view,
-                    payload_offset=payload_at,
-                    payload_nbytes=item.payload_nbytes,
-                    crcs=ints(item.checksums, "I"),
-                    block_size=file.block_size,
-                    start=start,
-                )
+                reader.read_blocks_into(view, item.payload, start)
             except ChecksumError:
                 # It stops at the first bad block; all of them are wanted.
-                reader.read_into(payload_at + start, view)
-                _check_blocks(file, key, item, view, start)
+                reader.read_into(item.payload.offset + start, view)
+                _check_blocks(file, keyed.key, item, view, start)
         file.report.advance(stop - start)
 
     return job
 
 
-def _check_zeros(file: _File, gap: memoryview, offset: int) -> None:
+def _check_zeros(file: CheckedFile, gap: memoryview, offset: int) -> None:
     if len(gap) and bytes(gap).count(0) != len(gap):
         message = "bytes that belong to no item should be zeros and are not"
         file.damage("gap", message, None, offset, len(gap))
 
 
 def _check_wrap(
-    file: _File, key: str, item: StorageInfo, head: memoryview | bytearray, tail: memoryview | bytearray
+    file: CheckedFile, key: str, item: StorageInfo, head: memoryview | bytearray, tail: memoryview | bytearray
 ) -> None:
     if crc32(tail, crc32(head)) != item.wrap_checksum:
         message = "the container around the bytes is not the one that was written"
         file.damage("container", message, key, item.offset, item.length)
 
 
-def _check_blocks(file: _File, key: str, item: StorageInfo, payload: memoryview, start: int) -> None:
+def _check_blocks(file: CheckedFile, key: str, item: StorageInfo, payload: memoryview, start: int) -> None:
     """Check whole blocks, of which the first begins at ``start`` of the item's payload."""
-    size = file.block_size
-    crcs = ints(item.checksums, "I")
+    size, crcs = item.block_size, item.payload.crcs
     for at in range(0, len(payload), size):
         block = payload[at : at + size]
         if crc32(block) != crcs[(start + at) // size]:
-            offset = item.offset + item.payload_offset + start + at
+            offset = item.payload.offset + start + at
             message = "the bytes are not the ones that were written"
             file.damage("checksum", message, key, offset, len(block))

@@ -2,24 +2,19 @@
 
 from collections.abc import Callable, Iterator
 
-from holdfast._contents.checking import KeyedItem, holdfast_jobs, safetensors_jobs
-from holdfast._contents.checking_torch import TorchItem, torch_jobs
+from holdfast._contents.checking import CheckedFile, KeyedItem, holdfast_jobs, safetensors_jobs
+from holdfast._contents.checking_torch import torch_jobs
 from holdfast._contents.findings import Findings
-from holdfast._contents.inventory import Inventory, StoredChunk, TensorEntry
-from holdfast._format.item_table import StorageInfo
+from holdfast._contents.inventory import Inventory, TensorEntry
 from holdfast._geometry import Box, check_cover
 from holdfast._human_units import shape_text
 from holdfast._io.store import FileSource
-
-__all__ = ["part_jobs"]
-
-Stored = tuple[str, StoredChunk | None, StorageInfo]
 
 
 def part_jobs(
     store: FileSource, part: Inventory, sizes: dict[str, int], report: Findings
 ) -> Iterator[Callable[[], None]]:
-    """Findings what metadata and folder alone tell, and make the jobs that read the rest.
+    """Report what metadata and folder alone tell, and make the jobs that read the rest.
 
     Args:
         store: The checkpoint's folder.
@@ -28,49 +23,40 @@ def part_jobs(
         report: Takes what is found, here and in the jobs.
     """
     _check_entries(part, report)
-    by_file: dict[str, list[Stored]] = {name: [] for name in part.files}
+    dtypes = {tensor.key: tensor.dtype for tensor in part.tensors}
+    by_file: dict[str, list[KeyedItem]] = {name: [] for name in part.files}
     for key, chunk, item in part.items():
         if item is not None:
-            by_file[item.relative_path].append((key, chunk, item))
-    dtypes = {tensor.key: tensor.dtype for tensor in part.tensors} if part.source == "torch" else {}
-    for name, expected in part.files.items():
-        items, size = by_file[name], sizes.get(name, 0)
-        lost = [stored[2] for stored in items if stored[2].offset + stored[2].length > size]
-        present = [stored for stored in items if stored[2].offset + stored[2].length <= size]
-        _check_size(part, name, sizes.get(name), items, report)
-        if name not in sizes:
+            by_file[item.relative_path].append(KeyedItem(key, item, chunk, dtypes.get(key, "")))
+    for name, items in by_file.items():
+        size = sizes.get(name, -1)
+        lost = [keyed for keyed in items if keyed.item.end > size]
+        _check_size(part, name, size, lost, report)
+        if size < 0:
             continue
+        file = CheckedFile(store, name, part.rank, report)
+        present = [keyed for keyed in items if keyed.item.end <= size]
         if part.source == "torch":
-            torch_items = [TorchItem(key, item, chunk, dtypes.get(key, "")) for key, chunk, item in present]
-            yield from torch_jobs(store, torch_items, report, part.rank)
+            yield from torch_jobs(file, present)
         elif part.source == "safetensors":
-            keyed = [KeyedItem(key, item) for key, _, item in present]
-            yield from safetensors_jobs(store, name, keyed, report=report)
+            yield from safetensors_jobs(file, present)
         else:
-            yield from holdfast_jobs(
-                store,
-                name,
-                [KeyedItem(key, item) for key, _, item in present],
-                # Where the file is cut off, the rest of an item is neither zeros nor to be checked.
-                nbytes=min([sizes[name], expected, *(item.offset for item in lost)]),
-                block_size=part.block_size or 1,
-                report=report,
-                rank=part.rank,
-            )
+            # Where the file is cut off, the rest of an item is neither zeros nor to be checked.
+            nbytes = min([size, part.files[name], *(keyed.item.offset for keyed in lost)])
+            yield from holdfast_jobs(file, present, nbytes)
 
 
-def _check_size(part: Inventory, name: str, size: int | None, items: list[Stored], report: Findings) -> None:
-    """Findings what is wrong with a file as a whole."""
+def _check_size(part: Inventory, name: str, size: int, lost: list[KeyedItem], report: Findings) -> None:
+    """Report what is wrong with a file as a whole; one that is missing has a size of -1."""
     expected = part.files[name]
-    if size is None:
-        message = "there is no such regular file"
-        report.damage("missing file", message, file=name, keys=_keys(items), rank=part.rank)
-    elif size < expected:
-        lost = [stored for stored in items if stored[2].offset + stored[2].length > size]
-        message = f"it has {size:,} bytes, expected {expected:,}"
-        report.damage("file too short", message, file=name, keys=_keys(lost), rank=part.rank)
+    message = f"it has {size:,} bytes, expected {expected:,}"
+    if size < expected:
+        kind = "file too short"
+        if size < 0:
+            kind, message = "missing file", "there is no such regular file"
+        keys = list(dict.fromkeys(keyed.key for keyed in lost))
+        report.damage(kind, message, file=name, keys=keys, rank=part.rank)
     elif size > expected:
-        message = f"it has {size:,} bytes, expected {expected:,}"
         if part.source in ("holdfast", "safetensors"):
             report.damage(
                 "file too long", message, file=name, offset=expected, nbytes=size - expected, rank=part.rank
@@ -78,10 +64,6 @@ def _check_size(part: Inventory, name: str, size: int | None, items: list[Stored
         else:
             # Earlier versions of torch left items behind that a later one of the same name replaced.
             report.note(f"{name} is longer than its items need: {message}")
-
-
-def _keys(items: list[Stored]) -> list[str]:
-    return list(dict.fromkeys(key for key, _, _ in items))
 
 
 def _check_entries(part: Inventory, report: Findings) -> None:

@@ -5,10 +5,10 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
+from holdfast._contents.checking import CheckedFile, KeyedItem
 from holdfast._contents.findings import Findings
-from holdfast._contents.inventory import StoredChunk
 from holdfast._format.dtypes import DTYPES
 from holdfast._format.item_table import StorageInfo
 from holdfast._format.torch_item_reader import read_item_layout
@@ -17,11 +17,8 @@ from holdfast._geometry import volume
 from holdfast._human_units import shape_text
 from holdfast._io.blocks import crc32
 from holdfast._io.file_access import FileReader
-from holdfast._io.store import FileSource
 from holdfast.errors import ChecksumError, ExtensionError, IntegrityError
 from holdfast.extension import ExtensionRegistry, StreamTransformExtension
-
-__all__ = ["LIMITS", "TorchItem", "torch_jobs"]
 
 LIMITS = (
     "torch keeps one CRC-32 for each record of an item and none for the metadata, for the headers between "
@@ -37,62 +34,37 @@ _IN_MEMORY = 32 << 20
 _LARGEST_UNDECLARED = 4 << 30
 
 
-class TorchItem(NamedTuple):
-    """An item with what the metadata says of it; an object has no chunk and no dtype."""
-
-    key: str
-    item: StorageInfo
-    chunk: StoredChunk | None
-    dtype: str
-
-    @property
-    def limit(self) -> int:
-        """The most bytes that there may be behind its transforms."""
-        if self.chunk is None or self.dtype not in DTYPES:
-            return _LARGEST_UNDECLARED
-        # The container of a tensor is little more than its elements.
-        return volume(self.chunk.lengths) * DTYPES[self.dtype].itemsize + _PIECE
-
-
 ReadAt = Callable[[int, int], bytes]
 
 
-def torch_jobs(
-    store: FileSource, items: Iterable[TorchItem], report: Findings, rank: int | None
-) -> Iterator[Callable[[], None]]:
+def torch_jobs(file: CheckedFile, items: Iterable[KeyedItem]) -> Iterator[Callable[[], None]]:
     """Jobs that check the items of one file, each a few MiB of them."""
-    batch: list[TorchItem] = []
+    batch: list[KeyedItem] = []
     nbytes = 0
     for stored in sorted(items, key=lambda stored: stored.item.offset):
         batch.append(stored)
         nbytes += stored.item.length
         if nbytes >= _BATCH:
-            yield partial(_check_batch, store, batch, report, rank)
+            yield partial(_check_batch, file, batch)
             batch, nbytes = [], 0
     if batch:
-        yield partial(_check_batch, store, batch, report, rank)
+        yield partial(_check_batch, file, batch)
 
 
-def _check_batch(store: FileSource, batch: list[TorchItem], report: Findings, rank: int | None) -> None:
-    with store.open(batch[0].item.relative_path) as reader:
+def _check_batch(file: CheckedFile, batch: list[KeyedItem]) -> None:
+    with file.open() as reader:
         for stored in batch:
             item = stored.item
             try:
-                _check_item(reader, stored, report)
+                _check_item(reader, stored, file.report)
             except (IntegrityError, zipfile.BadZipFile) as error:
-                report.damage(
-                    "checksum" if isinstance(error, ChecksumError) else "archive",
-                    _without_path(error, reader.path, stored.key),
-                    file=item.relative_path,
-                    keys=[stored.key],
-                    offset=item.offset,
-                    nbytes=item.length,
-                    rank=rank,
-                )
-            report.advance(item.length)
+                kind = "checksum" if isinstance(error, ChecksumError) else "archive"
+                message = _without_path(error, reader.path, stored.key)
+                file.damage(kind, message, stored.key, item.offset, item.length)
+            file.report.advance(item.length)
 
 
-def _check_item(reader: FileReader, stored: TorchItem, report: Findings) -> None:
+def _check_item(reader: FileReader, stored: KeyedItem, report: Findings) -> None:
     item = stored.item
     read_at = _range_of(reader, item)
     if item.transform_descriptors:
@@ -121,7 +93,7 @@ def _range_of(reader: FileReader, item: StorageInfo) -> ReadAt:
     return read_at
 
 
-def _check_archive(read_at: ReadAt, nbytes: int, stored: TorchItem, report: Findings, path: str) -> None:
+def _check_archive(read_at: ReadAt, nbytes: int, stored: KeyedItem, report: Findings, path: str) -> None:
     """Compare every record with its CRC-32, and a tensor's dtype and shape with the metadata.
 
     Raises:
@@ -168,7 +140,7 @@ def _check_any_zip(read_at: ReadAt, nbytes: int) -> None:
                         pass
 
 
-def _check_layout(read_at: ReadAt, nbytes: int, stored: TorchItem, path: str) -> None:
+def _check_layout(read_at: ReadAt, nbytes: int, stored: KeyedItem, path: str) -> None:
     """Whether the tensor inside is the one that the metadata speaks of, as far as dtype and shape tell."""
     if stored.chunk is None:
         return
@@ -181,7 +153,7 @@ def _check_layout(read_at: ReadAt, nbytes: int, stored: TorchItem, path: str) ->
         )
 
 
-def _check_transformed(read_at: ReadAt, stored: TorchItem, report: Findings, path: str) -> None:
+def _check_transformed(read_at: ReadAt, stored: KeyedItem, report: Findings, path: str) -> None:
     item = stored.item
     descriptors = item.transform_descriptors or ()
     try:
@@ -193,13 +165,21 @@ def _check_transformed(read_at: ReadAt, stored: TorchItem, report: Findings, pat
     for extension in extensions:
         if isinstance(extension, StreamTransformExtension):
             stream = extension.transform_from(stream)
-    limit = stored.limit
+    limit = _limit_of(stored)
     with tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY) as inflated:
         while piece := stream.read(_PIECE):
             inflated.write(piece)
             if inflated.tell() > limit:
                 raise IntegrityError(f"it inflates beyond {limit} bytes", path=path)
         _check_archive(_reading(inflated), inflated.tell(), stored, report, path)
+
+
+def _limit_of(stored: KeyedItem) -> int:
+    """The most bytes that there may be behind the transforms of an item."""
+    if stored.chunk is None or stored.dtype not in DTYPES:
+        return _LARGEST_UNDECLARED
+    # The container of a tensor is little more than its elements.
+    return volume(stored.chunk.lengths) * DTYPES[stored.dtype].itemsize + _PIECE
 
 
 def _reading(file: IO[bytes]) -> ReadAt:

@@ -4,12 +4,21 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from holdfast._io.file_access import FileReader
 from holdfast._io.store import FileSource
 from holdfast.errors import UsageError
 
 _MOST_OPEN = 32
+
+
+@dataclass(eq=False)
+class _OpenFile:
+    """A file, and by how many it is used."""
+
+    reader: FileReader
+    users: int = 1
 
 
 class FileCache:
@@ -22,8 +31,7 @@ class FileCache:
     def __init__(self, store: FileSource) -> None:
         self.store = store
         self._lock = threading.Lock()
-        self._open: OrderedDict[str, FileReader] = OrderedDict()
-        self._users: dict[int, int] = {}
+        self._open: OrderedDict[str, _OpenFile] = OrderedDict()
         self._is_closed = False
 
     @contextmanager
@@ -33,54 +41,51 @@ class FileCache:
         Raises:
             UsageError: ``close`` has been called.
         """
-        reader = self._take(name)
+        file = self._take(name)
         try:
-            yield reader
+            yield file.reader
         finally:
-            self._give_back(reader)
+            self._give_back(name, file)
 
     def close(self) -> None:
         """Close every file that nobody uses now, and the others when they are given back."""
         with self._lock:
             self._is_closed = True
-            idle = [self._open.popitem()[1] for _ in range(len(self._open))]
-            idle = [reader for reader in idle if id(reader) not in self._users]
-        for reader in idle:
-            reader.close()
+            idle = [file for file in self._open.values() if not file.users]
+            self._open.clear()
+        for file in idle:
+            file.reader.close()
 
     def __del__(self) -> None:
         # Descriptors of files are plain numbers, which nobody else closes if a view is only let go of.
         self.close()
 
-    def _take(self, name: str) -> FileReader:
+    def _take(self, name: str) -> _OpenFile:
         with self._lock:
             if self._is_closed:
                 raise UsageError(f"{self.store.url}: this view is closed", path=self.store.url)
-            reader = self._open.get(name)
-            if reader is not None:
+            file = self._open.get(name)
+            if file is not None:
                 self._open.move_to_end(name)
-                self._users[id(reader)] = self._users.get(id(reader), 0) + 1
-                return reader
+                file.users += 1
+                return file
         # Not under the lock: to open an object of a bucket is a request.
-        reader = self.store.open(name)
+        file = _OpenFile(self.store.open(name))
         with self._lock:
-            self._users[id(reader)] = 1
             if not self._is_closed:
-                self._open.setdefault(name, reader)
-        return reader
+                self._open.setdefault(name, file)
+        return file
 
-    def _give_back(self, reader: FileReader) -> None:
+    def _give_back(self, name: str, file: _OpenFile) -> None:
         with self._lock:
-            self._users[id(reader)] -= 1
-            if self._users[id(reader)] == 0:
-                del self._users[id(reader)]
+            file.users -= 1
             dropped = self._drop_oldest()
-            if id(reader) not in self._users and reader not in self._open.values() and reader not in dropped:
-                dropped.append(reader)
+            if not file.users and self._open.get(name) is not file and file not in dropped:
+                dropped.append(file)
         for each in dropped:
-            each.close()
+            each.reader.close()
 
-    def _drop_oldest(self) -> list[FileReader]:
+    def _drop_oldest(self) -> list[_OpenFile]:
         """Forget the files used longest ago that nobody uses, as many as there are too many."""
-        idle = [name for name, reader in self._open.items() if id(reader) not in self._users]
+        idle = [name for name, file in self._open.items() if not file.users]
         return [self._open.pop(name) for name in idle[: max(0, len(self._open) - _MOST_OPEN)]]

@@ -7,8 +7,6 @@ from typing import Any
 
 from holdfast.errors import IntegrityError, MetadataFormatError, UnsafeMetadataError
 
-__all__ = ["Damage", "Findings", "says_damaged", "shortened"]
-
 
 @dataclass
 class Damage:

@@ -173,7 +173,7 @@ def read_inventory(data: bytes | bytearray, *, path: str, rank: int | None = Non
         version, steps = ".".join(map(str, manifest.version)), manifest.paths
     else:
         # An eighth of the time that `holdfast ls` may take, and only checkpoints of torch need it.
-        from holdfast._format.torch_manifest import manifest_of_torch  # noqa: PLC0415
+        from holdfast._format.foreign_manifest import manifest_of_torch  # noqa: PLC0415
         from holdfast._format.torch_pickle import read_torch_metadata  # noqa: PLC0415
 
         stored = read_torch_metadata(sections.pickle, path=path)

@@ -3,14 +3,15 @@
 import contextlib
 import ctypes
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
-from holdfast._format.description import ints
-from holdfast._format.item_table import StorageInfo
+from holdfast._byte_ranges import USUAL, Thrift
+from holdfast._format.item_table import Payload, StorageInfo
 from holdfast._io.blocks import crc32
 from holdfast._io.pool import Cancellation
+from holdfast._io.streams import memory_at
 from holdfast.errors import CheckpointError, ChecksumError, IntegrityError, MetadataFormatError
 from holdfast.extension import ExtensionRegistry, StreamTransformExtension
 
@@ -30,41 +31,29 @@ class ItemFile(Protocol):
     def read_into(self, offset: int, buffer: memoryview, /) -> None:
         """As ``FileReader.read_into``."""
 
-    def read_blocks_into(
-        self,
-        buffer: memoryview,
-        /,
-        *,
-        payload_offset: int,
-        payload_nbytes: int,
-        crcs: Sequence[int],
-        block_size: int,
-        start: int,
-    ) -> None:
+    def read_blocks_into(self, buffer: memoryview, payload: Payload, start: int, /) -> None:
         """As ``FileReader.read_blocks_into``."""
 
 
-class ItemRules(Protocol):
-    """How items are read."""
+@dataclass(frozen=True)
+class ItemRules:
+    """How items are read.
 
-    @property
-    def registry(self) -> ExtensionRegistry:
-        """Makes transforms from their descriptors."""
+    Attributes:
+        registry: Makes transforms from their descriptors.
+        cancellation: Says that another job failed.
+        verify: Whether checksums are compared.
+        thrift: What may be read besides what is wanted.
+    """
 
-    @property
-    def cancellation(self) -> Cancellation:
-        """Says that another job failed."""
-
-    @property
-    def verify(self) -> bool:
-        """Whether checksums are compared."""
-
-
-Rules_co = TypeVar("Rules_co", bound=ItemRules, covariant=True)
+    registry: ExtensionRegistry
+    cancellation: Cancellation
+    verify: bool
+    thrift: Thrift = USUAL
 
 
 @dataclass(frozen=True)
-class ItemBytes(Generic[Rules_co]):
+class ItemBytes:
     """Reads one item of a file.
 
     Attributes:
@@ -73,7 +62,7 @@ class ItemBytes(Generic[Rules_co]):
         info: What is known of it.
     """
 
-    context: Rules_co
+    context: ItemRules
     file: ItemFile
     info: StorageInfo
 
@@ -84,19 +73,11 @@ class ItemBytes(Generic[Rules_co]):
 
     def read(self, start: int, view: memoryview) -> None:
         """Fill ``view`` with the payload's bytes from ``start`` on, and check them if that can be done."""
-        info = self.info
-        payload_offset = info.offset + info.payload_offset
-        if not self.is_verified:
-            self.file.read_into(payload_offset + start, view)
-            return
-        self.file.read_blocks_into(
-            view,
-            payload_offset=payload_offset,
-            payload_nbytes=info.payload_nbytes,
-            crcs=ints(info.checksums, "I"),
-            block_size=info.block_size,
-            start=start,
-        )
+        payload = self.info.payload
+        if self.is_verified:
+            self.file.read_blocks_into(view, payload, start)
+        else:
+            self.file.read_into(payload.offset + start, view)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         """Bytes of the item, container included, unchecked; fewer than asked for at its end."""
@@ -131,7 +112,7 @@ class ItemBytes(Generic[Rules_co]):
 
 
 class _Stream(io.RawIOBase):
-    def __init__(self, reader: ItemBytes[ItemRules]) -> None:
+    def __init__(self, reader: ItemBytes) -> None:
         super().__init__()
         self.reader = reader
         self.name = reader.file.path  # for the errors of transforms
@@ -151,7 +132,7 @@ class _Stream(io.RawIOBase):
         return len(view)
 
 
-def undo_transforms(reader: ItemBytes[ItemRules]) -> Any:
+def undo_transforms(reader: ItemBytes) -> Any:
     """The item's container as a stream."""
     stream: Any = reader.stream()
     descriptors = list(reader.info.transform_descriptors or ())
@@ -164,7 +145,7 @@ def undo_transforms(reader: ItemBytes[ItemRules]) -> Any:
     return stream
 
 
-def read_transformed(reader: ItemBytes[ItemRules], *, limit: int = _LARGEST_UNDECLARED) -> bytes:
+def read_transformed(reader: ItemBytes, *, limit: int = _LARGEST_UNDECLARED) -> bytes:
     """The whole container.
 
     Raises:
@@ -214,7 +195,5 @@ def _filled(nbytes: int, fill: Callable[[memoryview], None]) -> bytes:
         fill(memoryview(content))
         return bytes(content)
     made: bytes = _new_bytes(None, nbytes)
-    memory = (ctypes.c_ubyte * nbytes).from_address(_address_of(made))
-    memory.owner = made  # type: ignore[attr-defined]
-    fill(memoryview(memory).cast("B"))
+    fill(memory_at(_address_of(made), nbytes, made))
     return made

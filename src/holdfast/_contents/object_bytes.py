@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from holdfast._contents.item_bytes import ItemBytes, ItemRules, read_transformed
+from holdfast._contents.item_bytes import ItemBytes, read_transformed
 from holdfast._format.torch_item_zip import Archive
 from holdfast.errors import IntegrityError
 
@@ -24,7 +24,7 @@ class ObjectBytes(NamedTuple):
     tail: bytes
 
 
-def read_object(item: ItemBytes[ItemRules]) -> ObjectBytes:
+def read_object(item: ItemBytes) -> ObjectBytes:
     """Read a value, checked."""
     info = item.info
     if info.transform_descriptors:

@@ -6,16 +6,13 @@ from dataclasses import dataclass
 
 from holdfast._contents.findings import Findings
 from holdfast._contents.inventory import Inventory, inventory_of, read_inventory
+from holdfast._format.metadata_file import LARGEST_METADATA
 from holdfast._format.names import METADATA, describe_data_files, metadata_name, metadata_rank
 from holdfast._format.safetensors import SUFFIX
 from holdfast._format.safetensors_index import INDEX
 from holdfast._io.places import local_path, open_file_place, open_place
 from holdfast._io.store import FileSource
 from holdfast.errors import CheckpointNotFoundError
-
-__all__ = ["LARGEST_METADATA", "Checkpoint", "SafetensorsModel", "find_checkpoint"]
-
-LARGEST_METADATA = 16 << 30
 
 
 @dataclass(frozen=True)

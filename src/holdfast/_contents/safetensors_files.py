@@ -14,13 +14,7 @@ import msgspec
 from holdfast._contents.safetensors_manifest import ModelChunk, manifest_of_chunks
 from holdfast._format.manifest import Manifest
 from holdfast._format.names import METADATA
-from holdfast._format.safetensors import (
-    LENGTH_NBYTES,
-    SUFFIX,
-    Header,
-    header_nbytes,
-    parse_header,
-)
+from holdfast._format.safetensors import LENGTH_NBYTES, SUFFIX, Header, header_nbytes, parse_header
 from holdfast._format.safetensors_checksums import (
     IDENTITY,
     LARGEST_CHECKSUMS,

@@ -1,12 +1,12 @@
 """The tensors of safetensors files as a manifest of our own kind, made from headers."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from holdfast._format.description import TENSOR, column, concatenated, numbered
+from holdfast._format.foreign_manifest import foreign_manifest
 from holdfast._format.manifest import Manifest
 from holdfast._format.safetensors import StoredTensor
-from holdfast._io.blocks import BLOCK_SIZE
+from holdfast._format.torch_pickle_records import TorchProperties, TorchTensor
 
 
 class ModelChunk(NamedTuple):
@@ -45,45 +45,27 @@ def manifest_of_chunks(url: str, files: Mapping[str, int], chunks: Sequence[Mode
     for chunk in chunks:
         by_key.setdefault(chunk.tensor.key, []).append(chunk)
     rows = [chunk for of_key in by_key.values() for chunk in of_key]
-    shapes = [ModelChunk.tensor_shape(of_key) for of_key in by_key.values()]
-    properties, used = numbered(
-        (of_key[0].tensor.dtype, "strided", False, "contiguous_format", False) for of_key in by_key.values()
-    )
     numbers = {name: number for number, name in enumerate(files)}
     sizes = [chunk.tensor.nbytes for chunk in rows]
-    zeros = [0] * len(rows)
-    items: dict[str, Any] = {
-        "item_files": column([numbers[chunk.file] for chunk in rows], "I"),
-        "item_offsets": column([chunk.tensor.begin for chunk in rows], "q"),
-        "item_nbytes": column(sizes, "q"),
-        "item_transforms": column(zeros, "I"),
-        "item_payload_offsets": column(zeros, "q"),
-        "item_payload_nbytes": column(sizes, "q"),
-        "item_raw_nbytes": column(sizes, "q"),
-        "item_blocks": column([len(chunk.checksums or b"") // 4 for chunk in rows], "I"),
-        "item_wrap_checksums": column(zeros, "I"),
+    columns = {
+        "files": [numbers[chunk.file] for chunk in rows],
+        "offsets": [chunk.tensor.begin for chunk in rows],
+        "nbytes": sizes,
+        "payload_nbytes": sizes,
+        "raw_nbytes": sizes,
+        "blocks": [len(chunk.checksums or b"") // 4 for chunk in rows],
     }
-    return Manifest(
-        save_id="",
-        created_ns=0,
+    return foreign_manifest(
+        {key: _entry(of_key) for key, of_key in by_key.items()},
+        columns,
+        files,
         software="safetensors",
         world_size=1,
-        block_size=BLOCK_SIZE,
         checkpoint_id=url,
-        file_names=list(files),
-        file_nbytes=column(files.values(), "q"),
-        transforms=[[]],
         checksums=b"".join(chunk.checksums or b"" for chunk in rows),
-        paths=[],
-        containers=[],
-        keys=list(by_key),
-        kinds=bytes([TENSOR]) * len(by_key),
-        properties=properties,
-        tensor_properties=column(used, "I"),
-        tensor_ndims=bytes(map(len, shapes)),
-        tensor_shapes=column(concatenated(shapes), "q"),
-        tensor_chunks=column(map(len, by_key.values()), "I"),
-        chunk_offsets=column(concatenated(chunk.offsets for chunk in rows), "q"),
-        chunk_lengths=column(concatenated(chunk.tensor.shape for chunk in rows), "q"),
-        **items,
     )
+
+
+def _entry(chunks: Sequence[ModelChunk]) -> TorchTensor:
+    boxes = [(chunk.offsets, chunk.tensor.shape) for chunk in chunks]
+    return TorchTensor(TorchProperties(chunks[0].tensor.dtype), ModelChunk.tensor_shape(chunks), boxes)

@@ -3,23 +3,26 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from typing_extensions import Buffer
 
+from holdfast._byte_ranges import USUAL, Thrift
 from holdfast._contents.file_cache import FileCache
-from holdfast._contents.item_bytes import ItemBytes, ItemFile, naming
-from holdfast._contents.look_rules import LookRules
+from holdfast._contents.item_bytes import ItemBytes, ItemFile, ItemRules, naming
 from holdfast._contents.object_bytes import ObjectBytes, read_object
-from holdfast._format.item_table import StorageInfo
+from holdfast._format.item_table import Payload, StorageInfo
 from holdfast._io import pool
 from holdfast._io.file_access import FileReader
+from holdfast._io.pool import Cancellation
 from holdfast._io.store import FileSource
 from holdfast._io.streams import byte_view
 from holdfast.errors import CheckpointNotFoundError, IncompleteCheckpointError
 from holdfast.extension import ExtensionRegistry
 
 _SMALL = 256 << 10
+_LEAN = Thrift(waste=1.1, always_fine=4096)
+"""For a store where a request costs next to nothing."""
 
 Job = Callable[[], None]
 
@@ -31,7 +34,7 @@ class Part(Protocol):
     def info(self) -> StorageInfo:
         """Where the item lies."""
 
-    def jobs(self, rules: LookRules, file: ItemFile) -> list[Job]:
+    def jobs(self, rules: ItemRules, file: ItemFile) -> list[Job]:
         """What reads it."""
 
 
@@ -43,7 +46,7 @@ class ObjectPart:
     info: StorageInfo
     stored: ObjectBytes | None = None
 
-    def jobs(self, rules: LookRules, file: ItemFile) -> list[Job]:
+    def jobs(self, rules: ItemRules, file: ItemFile) -> list[Job]:
         """What reads it; see ``Part``."""
 
         def job() -> None:
@@ -68,7 +71,7 @@ class ValueReader:
         self._store = store
         self._files = FileCache(store)
         self._verify = verify
-        self._registry = registry
+        self._registry = registry or ExtensionRegistry()
 
     def close(self) -> None:
         """Close the files. Whatever is read after this raises UsageError."""
@@ -82,7 +85,8 @@ class ValueReader:
             IntegrityError: One is damaged.
         """
         traits = self._store.traits
-        rules = LookRules.for_store(traits.read_gap_nbytes, verify=self._verify, registry=self._registry)
+        is_far = traits.read_gap_nbytes > USUAL.always_fine // 4
+        rules = ItemRules(self._registry, Cancellation(), self._verify, USUAL if is_far else _LEAN)
         jobs: list[Job] = []
         for group in self._groups(parts):
             name = group[0].info.relative_path
@@ -102,8 +106,8 @@ class ValueReader:
                 first, last = group[0].info, group[-1].info
                 is_near = (
                     info.relative_path == first.relative_path
-                    and info.offset - (last.offset + last.length) <= traits.read_gap_nbytes
-                    and info.offset + info.length - first.offset <= traits.read_nbytes
+                    and info.offset - last.end <= traits.read_gap_nbytes
+                    and info.end - first.offset <= traits.read_nbytes
                 )
                 if info.length > _SMALL or last.length > _SMALL or not is_near:
                     yield group
@@ -112,9 +116,9 @@ class ValueReader:
         if group:
             yield group
 
-    def _read_window(self, group: list[Part], rules: LookRules) -> None:
+    def _read_window(self, group: list[Part], rules: ItemRules) -> None:
         begin = group[0].info.offset
-        end = max(part.info.offset + part.info.length for part in group)
+        end = max(part.info.end for part in group)
         content = bytearray(end - begin)
         file = _CachedFile(self._files, group[0].info.relative_path)
         file.read_into(begin, memoryview(content))
@@ -138,8 +142,8 @@ class _CachedFile:
     def read_into(self, offset: int, buffer: memoryview, /) -> None:
         self._call(lambda file: file.read_into(offset, buffer))
 
-    def read_blocks_into(self, buffer: memoryview, /, **where: Any) -> None:
-        self._call(lambda file: file.read_blocks_into(buffer, **where))
+    def read_blocks_into(self, buffer: memoryview, payload: Payload, start: int, /) -> None:
+        self._call(lambda file: file.read_blocks_into(buffer, payload, start))
 
     def _call(self, read: Callable[[FileReader], None]) -> None:
         try:
@@ -167,6 +171,3 @@ class _ReadWindow(FileReader):
         self._check_range(offset, len(view))
         at = offset - self._begin
         view[:] = self._content[at : at + len(view)]
-
-    def close(self) -> None:
-        pass

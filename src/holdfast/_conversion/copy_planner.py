@@ -10,7 +10,7 @@ import torch
 from holdfast._conversion.entry_stream import EntryStream
 from holdfast._conversion.selection import Entry
 from holdfast._geometry import Box, volume
-from holdfast._objects import StreamedPayload
+from holdfast._objects.object_streams import StreamedPayload
 from holdfast._plan.global_plan import describe
 from holdfast._storage.small_items import SMALL, frame_of
 from holdfast._tensors.host import memory_of

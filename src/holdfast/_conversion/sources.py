@@ -12,6 +12,7 @@ from holdfast._any_format import open_checkpoint
 from holdfast._contents.opening import SafetensorsModel
 from holdfast._format import metadata_file
 from holdfast._format.item_table import StorageInfo
+from holdfast._format.metadata_file import LARGEST_METADATA
 from holdfast._format.names import METADATA
 from holdfast._geometry import Box, intersect
 from holdfast._io.places import local_path, open_file_place, open_place
@@ -19,7 +20,7 @@ from holdfast._io.progress import ProgressTracker
 from holdfast._io.store import FileSource
 from holdfast._storage.item_places import places_of
 from holdfast._storage.metadata_reading import load_metadata
-from holdfast._storage.reading import LARGEST_METADATA, read_items
+from holdfast._storage.reading import read_items
 from holdfast._storage.safetensors_metadata import read_model_metadata
 from holdfast._storage.torch_save_reading import read_torch_save_metadata
 from holdfast._storage.torch_save_source import TorchSaveSource

@@ -21,7 +21,7 @@ from holdfast._io.lease import Lease, take_lease
 from holdfast._io.places import local_path
 from holdfast._io.progress import ProgressTracker
 from holdfast._io.store import ByteStore
-from holdfast._objects import decode_object
+from holdfast._objects.decode import decode_object
 from holdfast._objects.saved_pickle import LaterTensor, PickledState, pickle_state
 from holdfast._plan.flatten import unflatten
 from holdfast._storage.cleanup import delete_quietly

@@ -16,7 +16,7 @@ from holdfast._engine.ports import (
     WriterPort,
 )
 from holdfast._storage.store_writer import StoreWriter
-from holdfast._torch_compat import (
+from holdfast._torch_compat.torch_plugins import (
     our_load_planner,
     our_save_planner,
     our_storage_reader,

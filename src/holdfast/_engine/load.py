@@ -14,7 +14,7 @@ from holdfast._engine.rank_view import RankView, view_of_rank, warn_of_shared
 from holdfast._engine.tensor_subclasses import LoadParts
 from holdfast._engine.timed_exchange import TimedExchange
 from holdfast._io.progress import ProgressTracker
-from holdfast._objects import decode_object
+from holdfast._objects.decode import decode_object
 from holdfast._plan.group_fit import GroupFit, fit_groups, refuse_unfilled
 from holdfast._plan.load_coverage import cover
 from holdfast._plan.read_columns import plan_of_keys

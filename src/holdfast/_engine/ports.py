@@ -10,7 +10,7 @@ from typing import Any
 
 from holdfast._context import LoadContext, SaveContext
 from holdfast._ranks.exchange import Exchange
-from holdfast._torch_compat import to_ours
+from holdfast._torch_compat.torch_records import to_ours
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from holdfast.storage import StorageReader, StorageWriter, WriteResult

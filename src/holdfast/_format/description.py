@@ -134,8 +134,8 @@ def ints(column: bytes, typecode: Literal["q", "I", "B"]) -> "memoryview[int]":
     return memoryview(column).cast("B").cast(typecode)
 
 
-def column(values: Iterable[int], typecode: str) -> bytes:
-    """Integers as a column."""
+def column(values: Iterable[float], typecode: str) -> bytes:
+    """Numbers as a column."""
     return array(typecode, values).tobytes()
 
 

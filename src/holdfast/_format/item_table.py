@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
+from holdfast._format.description import ints
+
 
 class Column(NamedTuple):
     """How one field is kept for all items: one number for each.
@@ -29,6 +31,22 @@ class Column(NamedTuple):
     def in_manifest(self) -> str:
         """The column's name in the manifest."""
         return f"item_{self.name}"
+
+
+class Payload(NamedTuple):
+    """Bytes of a file that were saved together, with the checksums of their blocks.
+
+    Attributes:
+        offset: Where in the file they begin.
+        nbytes: How many they are.
+        crcs: The CRC-32 of each block.
+        block_size: The size of these blocks.
+    """
+
+    offset: int
+    nbytes: int
+    crcs: Sequence[int]
+    block_size: int = 1 << 20
 
 
 @dataclasses.dataclass
@@ -76,6 +94,17 @@ class StorageInfo:
         return vars(self) == vars(other) if isinstance(other, StorageInfo) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def end(self) -> int:
+        """Where the item ends in the file."""
+        return self.offset + self.length
+
+    @property
+    def payload(self) -> Payload:
+        """The checked bytes and their place in the file."""
+        offset = self.offset + self.payload_offset
+        return Payload(offset, self.payload_nbytes, ints(self.checksums, "I"), self.block_size)
 
     @property
     def is_located(self) -> bool:

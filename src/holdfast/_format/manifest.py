@@ -11,14 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from holdfast._format.description import (
-    OBJECT,
-    TENSOR,
-    Description,
-    find_bad_box,
-    ints,
-)
+from holdfast._format.description import OBJECT, TENSOR, Description, find_bad_box, ints
 from holdfast._format.item_table import COLUMNS, Column, StorageInfo
+from holdfast._format.names import is_plain_name
 from holdfast._format.stored_record import StoredRecord
 from holdfast.errors import MetadataFormatError, NewerFormatError, UsageError
 
@@ -345,11 +340,6 @@ def _find_bad_reference(m: Manifest) -> str | None:
     if len(m.checksums) != 4 * blocks:
         return f"it has {len(m.checksums)} bytes of checksums, expected {4 * blocks}"
     return None
-
-
-def is_plain_name(name: str) -> bool:
-    """Whether a file name stays in the checkpoint's folder wherever it is joined."""
-    return name not in ("", ".", "..") and not any(character in name for character in "/\\\0")
 
 
 def _find_bad_item(m: Manifest) -> str | None:

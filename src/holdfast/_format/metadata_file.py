@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from holdfast.errors import MetadataFormatError, NewerFormatError
 
+LARGEST_METADATA = 16 << 30
+"""The most bytes of such a file that are read."""
 MAGIC = b"HOLDFAST"
 MARK = "holdfast"
 """Stands in the modules that our pickle for torch lists, so that a file that lost its footer is not taken for

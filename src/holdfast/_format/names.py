@@ -89,9 +89,9 @@ def describe_data_files(names: Iterable[str]) -> str | None:
     return f"{len(files)} data file{'s' if len(files) > 1 else ''} {' and '.join(of)}"
 
 
-def is_data_file(name: str) -> bool:
-    """Whether ``name`` is that of a data file, ours or torch's."""
-    return _DATA_FILE.fullmatch(name) is not None
+def is_plain_name(name: str) -> bool:
+    """Whether a file name stays in the checkpoint's folder wherever it is joined."""
+    return name not in ("", ".", "..") and not any(character in name for character in "/\\\0")
 
 
 def lease_name(save_id: str) -> str:

@@ -5,8 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
-from holdfast._format.manifest import is_plain_name
-from holdfast._format.names import SAVE_DIGITS
+from holdfast._format.names import SAVE_DIGITS, is_plain_name
 from holdfast._format.safetensors import SUFFIX, StoredTensor, refuse_doubles
 from holdfast.errors import MetadataFormatError, UsageError
 

@@ -3,13 +3,14 @@
 A rank takes about 12 bytes, and 16 for each phase: 10,000 ranks are 0.8 MB.
 """
 
-from array import array
 from collections.abc import Iterator
+from dataclasses import astuple
 from typing import Any
 
 import msgspec
 
 from holdfast._deferred import DeferredList
+from holdfast._format.description import column
 from holdfast._transfer_record import PhaseSummary, PhaseTime, RankRecord, TransferRecord, events_of
 
 _NONE = -1.0
@@ -63,33 +64,22 @@ def store_record(record: TransferRecord) -> StoredRecord:
     missing = PhaseTime("", 0.0, _NONE)
     cells = [of_rank.get(name, missing) for name in names for of_rank in table]
     return StoredRecord(
-        kind=record.kind,
-        mode=record.mode,
-        started_at=record.started_at,
-        rank=record.rank,
-        world_size=record.world_size,
-        seconds=record.seconds,
-        nbytes=record.nbytes,
-        phases=[
-            (
-                phase.name,
-                phase.nbytes,
-                phase.shortest,
-                phase.median,
-                phase.longest,
-                phase.slowest_rank,
-                phase.waited,
-            )
-            for phase in record.phases
-        ],
-        ranks=array("I", [row.rank for row in rows]).tobytes(),
-        rank_starts=array("f", [row.start for row in rows]).tobytes(),
-        rank_stalls=array("f", [row.stall for row in rows]).tobytes(),
-        phase_seconds=array("f", [cell.seconds for cell in cells]).tobytes(),
-        phase_waited=array("f", [cell.waited for cell in cells]).tobytes(),
-        phase_nbytes=array("q", [cell.nbytes for cell in cells]).tobytes(),
+        **_copied_fields(record),
+        phases=[astuple(phase) for phase in record.phases],
+        ranks=column([row.rank for row in rows], "I"),
+        rank_starts=column([row.start for row in rows], "f"),
+        rank_stalls=column([row.stall for row in rows], "f"),
+        phase_seconds=column([cell.seconds for cell in cells], "f"),
+        phase_waited=column([cell.waited for cell in cells], "f"),
+        phase_nbytes=column([cell.nbytes for cell in cells], "q"),
         events=[(row.rank, name, count) for row in rows for name, count in row.events.items()],
     )
+
+
+def _copied_fields(record: "TransferRecord | StoredRecord") -> dict[str, Any]:
+    """The fields that both forms of a record have."""
+    names = ("kind", "mode", "started_at", "rank", "world_size", "seconds", "nbytes")
+    return {name: getattr(record, name) for name in names}
 
 
 def open_record(stored: StoredRecord, place: str) -> TransferRecord:
@@ -99,20 +89,11 @@ def open_record(stored: StoredRecord, place: str) -> TransferRecord:
         stored: What the manifest has.
         place: Where the checkpoint was saved to.
     """
-    phases = tuple(PhaseSummary(*phase) for phase in stored.phases)
     counted = [RankRecord(rank, 0.0, (), 0.0, {name: count}) for rank, name, count in stored.events]
-    kind: Any = stored.kind
-    mode: Any = stored.mode
     return TransferRecord(
-        kind=kind,
+        **_copied_fields(stored),
         place=place,
-        mode=mode,
-        started_at=stored.started_at,
-        rank=stored.rank,
-        world_size=stored.world_size,
-        seconds=stored.seconds,
-        nbytes=stored.nbytes,
-        phases=phases,
+        phases=tuple(PhaseSummary(*phase) for phase in stored.phases),
         ranks=DeferredList(len(stored.ranks) // 4, lambda: _rows(stored)),
         events=events_of(counted),
     )

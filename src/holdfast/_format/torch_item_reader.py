@@ -13,6 +13,7 @@ from holdfast._format.dtypes import DTYPES, TYPED_STORAGES, UNTYPED_STORAGE
 from holdfast._format.torch_item_zip import Archive
 from holdfast._format.torch_pickle_machine import DAMAGE, Machine
 from holdfast._format.torch_pickle_names import ORDERED_DICT, SIZE, Call, Symbol, make_size
+from holdfast._geometry import reach_of
 from holdfast.errors import IntegrityError
 
 # The pickle of a plain tensor takes some 200 bytes, and 20 more for each dimension.
@@ -30,24 +31,24 @@ class TensorLayout(NamedTuple):
         shape: Elements per dimension.
         strides: Elements between neighbours; torch keeps the memory format, so not always row-major.
         storage_offset: The payload's element at which the tensor begins.
+        conj: The elements stand for their complex conjugates.
+        neg: The elements stand for their negatives.
         payload_offset: The payload's first byte, counted from the item's.
         payload_nbytes: How long the payload is.
         crc32: The CRC-32 of the whole payload, or None if the item was saved without checksums.
         byteorder: The byte order of each element.
-        conj: The elements stand for their complex conjugates.
-        neg: The elements stand for their negatives.
     """
 
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     storage_offset: int
+    conj: bool
+    neg: bool
     payload_offset: int
     payload_nbytes: int
     crc32: int | None
     byteorder: Literal["little", "big"]
-    conj: bool
-    neg: bool
 
 
 def read_item_layout(
@@ -94,23 +95,14 @@ def read_item_layout(
     expected = tensor.storage.numel * (1 if tensor.storage.dtype is None else itemsize)
     if payload.nbytes != expected:
         archive.damaged(f"record {payload.name} has {payload.nbytes} bytes, its storage needs {expected}")
-    if _elements_needed(tensor) * itemsize > payload.nbytes:
+    needed = 0 if 0 in tensor.shape else tensor.storage_offset + reach_of(tensor.shape, tensor.strides)
+    if needed * itemsize > payload.nbytes:
         archive.damaged(
             f"a tensor of shape {tensor.shape} and strides {tensor.strides} from element "
             f"{tensor.storage_offset} on does not fit {payload.nbytes} bytes"
         )
-    return TensorLayout(
-        tensor.dtype,
-        tensor.shape,
-        tensor.strides,
-        tensor.storage_offset,
-        archive.content_at(payload),
-        payload.nbytes,
-        payload.crc32 if pickle_record.crc32 else None,
-        byteorder,
-        tensor.conj,
-        tensor.neg,
-    )
+    crc32 = payload.crc32 if pickle_record.crc32 else None
+    return TensorLayout(*tensor[1:], archive.content_at(payload), payload.nbytes, crc32, byteorder)
 
 
 def _read_byteorder(archive: Archive) -> Literal["little", "big"] | None:
@@ -125,14 +117,6 @@ def _read_byteorder(archive: Archive) -> Literal["little", "big"] | None:
     return "little" if content == b"little" else "big"
 
 
-def _elements_needed(tensor: "_PickledTensor") -> int:
-    """How many elements the storage must have for the tensor to lie in it."""
-    if 0 in tensor.shape:
-        return 0
-    reach = sum([(length - 1) * stride for length, stride in zip(tensor.shape, tensor.strides, strict=True)])
-    return tensor.storage_offset + reach + 1
-
-
 class _PickledStorage(NamedTuple):
     """A storage by reference: its record's key, and its length in elements; untyped ones count bytes."""
 
@@ -142,13 +126,16 @@ class _PickledStorage(NamedTuple):
 
 
 class _PickledTensor(NamedTuple):
-    """What the pickle says of the tensor; numbers are in range, but not checked against the storage."""
+    """What the pickle says of the tensor; numbers are in range, but not checked against the storage.
+
+    All but the storage are the first fields of a ``TensorLayout``.
+    """
 
     storage: _PickledStorage
     dtype: str
-    storage_offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    storage_offset: int
     conj: bool
     neg: bool
 
@@ -207,7 +194,7 @@ def _tensor(
     bits = {} if metadata is None else metadata
     _require(type(bits) is dict and bits.keys() <= {"conj", "neg"})
     conj, neg = bits.get("conj", False) is True, bits.get("neg", False) is True
-    return _PickledTensor(storage, dtype, offset, shape, strides, conj, neg)
+    return _PickledTensor(storage, dtype, shape, strides, offset, conj, neg)
 
 
 def _parameter(tensor: Any, requires_grad: Any, hooks: Any, state: Any = None) -> _PickledTensor:

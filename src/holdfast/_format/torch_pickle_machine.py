@@ -231,11 +231,16 @@ class Machine:
             self.damaged(f"it remembers under {index} after {len(self.memo)} values")
         self.memo.append(self.stack[-1])
 
+    def top(self, *kinds: type) -> Any:
+        """The container on top of the stack, which must be of one of these kinds."""
+        target = self.stack[-1]
+        if type(target) not in kinds:
+            self.damaged(f"it adds to a {type(target).__name__} as if that was a {kinds[0].__name__}")
+        return target
+
     def set_items(self, items: list[Any]) -> None:
         """Add keys and values, taken in turns from ``items``, to the dict on top of the stack."""
-        target = self.stack[-1]
-        if type(target) is not dict and type(target) is not OrderedDict:
-            self.damaged(f"it sets items of a {type(target).__name__}")
+        target = self.top(dict, OrderedDict)
         if len(items) % 2:
             self.damaged("a key has no value")
         for key, value in zip(items[::2], items[1::2], strict=True):
@@ -243,17 +248,11 @@ class Machine:
 
     def append_items(self, items: list[Any]) -> None:
         """Add values to the list on top of the stack."""
-        target = self.stack[-1]
-        if type(target) is not list:
-            self.damaged(f"it appends to a {type(target).__name__}")
-        target.extend(items)
+        self.top(list).extend(items)
 
     def add_items(self, items: list[Any]) -> None:
         """Add members to the set on top of the stack."""
-        target = self.stack[-1]
-        if type(target) is not set:
-            self.damaged(f"it adds to a {type(target).__name__}")
-        add_to_set(target, items)
+        add_to_set(self.top(set), items)
 
     def resolve(self, identity: object) -> Any:
         """The value that a persistent id stands for."""

@@ -10,8 +10,7 @@ from holdfast._background.save_future import SaveFuture
 from holdfast._deferred import DeferredDict
 from holdfast._format.item_table import StorageInfo
 from holdfast._install.door_table import PACKAGE
-from holdfast._torch_compat import to_torch
-from holdfast._torch_compat.torch_records import in_plain_types
+from holdfast._torch_compat.torch_records import in_plain_types, to_torch
 from holdfast.errors import CheckpointException
 from holdfast.metadata import Metadata
 from holdfast.state_dict_saver import AsyncSaveResponse

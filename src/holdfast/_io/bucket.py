@@ -6,7 +6,8 @@ A place is a prefix of a bucket. An object appears when it is complete, in one s
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Literal
 from urllib.error import HTTPError
 
@@ -14,17 +15,10 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, GenericError, PreconditionError
 from typing_extensions import Buffer
 
-from holdfast._format.names import is_data_file
+from holdfast._format.names import parse_data_file
 from holdfast._io.bucket_client import BucketAccess, refuse_forked_process
 from holdfast._io.bucket_errors import PAUSES, may_pass, persist, rest, translated
-from holdfast._io.bucket_files import (
-    PARTS_IN_FLIGHT,
-    READ_NBYTES,
-    SPARE_BUFFERS,
-    BucketReader,
-    BucketWriter,
-    ObjectFacts,
-)
+from holdfast._io.bucket_files import PARTS_IN_FLIGHT, READ_NBYTES, SPARE_BUFFERS, BucketReader, BucketWriter
 from holdfast._io.local_buffers import BUFFER_NBYTES
 from holdfast._io.s3_uploads import S3Uploads
 from holdfast._io.store import (
@@ -73,7 +67,7 @@ class BucketStore(ByteStore):
         self._access = access
         self._opened: Any = None
         self._may_list: bool | None = None
-        self._listed: dict[str, ObjectFacts] = {}
+        self._listed: dict[str, Any] = {}  # what obstore tells of an object, by name
 
     def __getstate__(self) -> dict[str, Any]:
         # The writer process may have been started before the environment had its present values.
@@ -110,43 +104,29 @@ class BucketStore(ByteStore):
         found = persist(self.url, lambda: obstore.list_with_delimiter(self._client)["objects"])
         self._may_list = True
         # An object without a name is the mark of an empty folder that some tools make.
-        self._listed = {
-            each["path"]: ObjectFacts(each["size"], each["e_tag"]) for each in found if each["path"]
-        }
-        return {name: facts.nbytes for name, facts in self._listed.items()}
+        self._listed = {each["path"]: each for each in found if each["path"]}
+        return {name: each["size"] for name, each in self._listed.items()}
 
-    def folders_with(self, names: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-        """Prefixes below this one, for messages; see FileSource. Looks at the first objects only."""
-        times, others, count = dict[str, float](), set[str](), 0
-        with contextlib.suppress(AccessDeniedError), translated(self.url):
-            for page in obstore.list(self._client):
-                for each in page:
-                    folder, _, name = each["path"].partition("/")
-                    if name in names:
-                        times[folder] = max(times.get(folder, 0.0), each["last_modified"].timestamp())
-                    elif name:
-                        others.add(folder)
-                count += len(page)
-                if count >= _MOST_LISTED:
-                    break
-        return sorted(times, key=times.__getitem__, reverse=True), sorted(others - times.keys())
-
-    def below(self, name: str | None = None) -> Below:
+    def below(self, name: str | None = None, *, is_brief: bool = False) -> Below:
         """The objects and prefixes directly below this prefix; see FileSource.
 
         Without a name this takes one request for 1,000 of them. With one it takes a request for 1,000 objects
         at any depth.
         """
-        return persist(self.url, self._prefixes if name is None else lambda: self._objects_below(name))
+        if name is None:
+            return persist(self.url, self._prefixes)
+        most = _MOST_LISTED if is_brief else None
+        return persist(self.url, lambda: self._objects_below(name, most))
 
     def _prefixes(self) -> Below:
         found = obstore.list_with_delimiter(self._client)
         files = {each["path"] for each in found["objects"]}
         return Below(files, dict.fromkeys(prefix.rstrip("/") for prefix in found["common_prefixes"]))
 
-    def _objects_below(self, name: str) -> Below:
+    def _objects_below(self, name: str, most: int | None) -> Below:
         files, folders = set[str](), dict[str, FileFacts | None]()
-        for each in itertools.chain.from_iterable(obstore.list(self._client, chunk_size=1000)):
+        objects = itertools.chain.from_iterable(obstore.list(self._client, chunk_size=1000))
+        for each in itertools.islice(objects, most):
             first, _, rest = each["path"].partition("/")
             if not rest:
                 files.add(first)
@@ -161,14 +141,9 @@ class BucketStore(ByteStore):
         return self._head(check_name(name)) is not None
 
     def facts(self, name: str) -> FileFacts | None:
-        """What is known of an object; see FileSource."""
+        """What is known of an object; see FileSource. Its time is in whole seconds."""
         found = self._head(check_name(name))
         return None if found is None else _facts(found)
-
-    def modified_ns(self, name: str) -> int | None:
-        """When an object was put there, by the clock of the store, in whole seconds."""
-        found = self._head(check_name(name))
-        return None if found is None else int(found["last_modified"].timestamp()) * 1_000_000_000
 
     def _head(self, name: str) -> Any:
         try:
@@ -185,12 +160,11 @@ class BucketStore(ByteStore):
         """Open an object for reading; see FileSource. Asks for its size only if no listing has told it."""
         check_name(name, error=UnsafeMetadataError)
         # Other objects may have been replaced since they were listed.
-        facts = self._listed.get(name) if is_data_file(name) else None
-        if facts is None:
+        found = self._listed.get(name) if parse_data_file(name) else None
+        if found is None:
             with translated(self._path(name)):
                 found = obstore.head(self._client, name)
-            facts = ObjectFacts(found["size"], found["e_tag"])
-        return BucketReader(self._path(name), self._client, name, facts)
+        return BucketReader(self._path(name), self._client, name, found["size"], found["e_tag"])
 
     def read(self, name: str, *, max_bytes: int) -> bytearray:
         """The whole of a small object, in one request; see FileSource."""
@@ -209,23 +183,15 @@ class BucketStore(ByteStore):
         A name that is taken is not noticed: stores cannot refuse one for objects in parts. Data files have
         names that no other save uses.
         """
-        return BucketWriter(
-            self._path(check_name(name)),
-            self._client,
-            name,
-            nbytes_hint=nbytes_hint or 0,
-            discard=lambda: self._discard(name),
-        )
+        return self._writer(name, nbytes_hint, self._discard)
 
     def create_over(self, name: str, *, nbytes_hint: int | None = None) -> BucketWriter:
         """Start an object that replaces another one when it is complete; see ByteStore."""
-        return BucketWriter(
-            self._path(check_name(name)),
-            self._client,
-            name,
-            nbytes_hint=nbytes_hint or 0,
-            discard=lambda: self._abort_upload(name),
-        )
+        return self._writer(name, nbytes_hint, self._abort_upload)
+
+    def _writer(self, name: str, nbytes_hint: int | None, discard: Callable[[str], None]) -> BucketWriter:
+        path = self._path(check_name(name))
+        return BucketWriter(path, self._client, name, nbytes_hint or 0, partial(discard, name))
 
     def replace(self, name: str, *pieces: Buffer, durable: bool = True, overwrite: bool = True) -> None:  # noqa: ARG002
         """Put the pieces under ``name`` by one request; see ByteStore.

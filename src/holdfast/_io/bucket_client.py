@@ -49,6 +49,8 @@ _AWS_SOURCES = (
 )
 _PREFIXES = {"S3Store": "aws_", "GCSStore": "google_", "AzureStore": "azure_storage_"}
 
+_KEY_NAMES = ("access_key_id", "secret_access_key", "session_token")
+
 _first_process: int | None = None
 
 
@@ -58,6 +60,10 @@ class S3Keys(NamedTuple):
     access_key_id: str
     secret_access_key: str
     token: str | None = None
+
+    def as_options(self) -> dict[str, str]:
+        """The keys as settings of obstore's store."""
+        return {name: value for name, value in zip(_KEY_NAMES, self, strict=True) if value}
 
 
 @dataclass(frozen=True)
@@ -127,9 +133,7 @@ class BucketAccess:
             return self
         found: dict[str, Any] = {"region": self.region, "endpoint": self.endpoint}
         keys = None if self.credential_provider else self.s3_keys()
-        if keys is not None:
-            found |= {"access_key_id": keys.access_key_id, "secret_access_key": keys.secret_access_key}
-            found["session_token"] = keys.token
+        found |= keys.as_options() if keys else {}
         missing = {name: value for name, value in found.items() if value and self.option(name) is None}
         return replace(self, options={**self.options, **missing})
 
@@ -142,15 +146,15 @@ class BucketAccess:
             if not isinstance(found, dict):
                 return None
             return S3Keys(found["access_key_id"], found["secret_access_key"], found.get("token"))
-        if key := self.option("access_key_id"):
-            return S3Keys(str(key), str(self.option("secret_access_key")), self.option("session_token"))
-        if key := os.environ.get("AWS_ACCESS_KEY_ID"):
-            secret = os.environ.get("AWS_SECRET_ACCESS_KEY", "")
-            return S3Keys(key, secret, os.environ.get("AWS_SESSION_TOKEN"))
-        profile = self.profile
-        if "aws_access_key_id" in profile:
-            secret = profile.get("aws_secret_access_key", "")
-            return S3Keys(profile["aws_access_key_id"], secret, profile.get("aws_session_token"))
+        sources: tuple[tuple[Callable[[str], Any], str], ...] = (
+            (self.option, "{}"),
+            (lambda name: os.environ.get(name.upper()), "aws_{}"),
+            (self.profile.get, "aws_{}"),
+        )
+        for get, form in sources:
+            key, secret, token = (get(form.format(name)) for name in _KEY_NAMES)
+            if key:
+                return S3Keys(str(key), str(secret or ""), token)
         return None
 
     def open(self) -> Any:
@@ -205,9 +209,7 @@ class BucketAccess:
         if self.credential_provider is not None or not profile:
             return self.credential_provider
         if keys is not None:
-            config.update(access_key_id=keys.access_key_id, secret_access_key=keys.secret_access_key)
-            if keys.token:
-                config["session_token"] = keys.token
+            config.update(keys.as_options())
             return None
         return _boto3_credentials(self.url)
 

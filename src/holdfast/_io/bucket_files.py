@@ -5,15 +5,16 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import obstore
 from obstore.exceptions import PreconditionError
 from typing_extensions import Buffer
 
+from holdfast._format.item_table import Payload
 from holdfast._io.blocks import BlockChecker, BlockSums
 from holdfast._io.bucket_errors import persist, translated
-from holdfast._io.file_access import FileReader, FileWriter, Payload
+from holdfast._io.file_access import FileReader, FileWriter
 from holdfast._io.local_buffers import BUFFER_NBYTES
 from holdfast._io.progress import STRIDE
 from holdfast._io.ring import BufferRing, FullBuffer
@@ -39,18 +40,6 @@ _MOST_WINDOWS = 16
 _MOST_PARTS = 9_000  # S3 and GCS allow 10,000; a hint may be a little too small
 
 
-class ObjectFacts(NamedTuple):
-    """What a store tells of an object.
-
-    Attributes:
-        nbytes: Its size.
-        e_tag: What changes with its content; None if the store does not tell.
-    """
-
-    nbytes: int
-    e_tag: str | None
-
-
 class BucketWriter(FileWriter):
     """Uploads one object. It appears when it is complete; until then there is nothing of it.
 
@@ -66,7 +55,7 @@ class BucketWriter(FileWriter):
     """
 
     def __init__(
-        self, path: str, client: Any, name: str, *, nbytes_hint: int, discard: Callable[[], None]
+        self, path: str, client: Any, name: str, nbytes_hint: int, discard: Callable[[], None]
     ) -> None:
         super().__init__(path)
         self._client = client
@@ -147,14 +136,21 @@ class BucketReader(FileReader):
     """Reads ranges of one object. If the object is replaced meanwhile, reading it raises StorageError.
 
     What lies near a small range is read with it, and kept for the next small ranges.
+
+    Args:
+        path: Its URL.
+        client: obstore's store.
+        name: The object.
+        nbytes: Its size.
+        e_tag: What changes with its content; None if the store does not tell.
     """
 
-    def __init__(self, path: str, client: Any, name: str, facts: ObjectFacts) -> None:
+    def __init__(self, path: str, client: Any, name: str, nbytes: int, e_tag: str | None) -> None:
         self.path = path
-        self.nbytes = facts.nbytes
+        self.nbytes = nbytes
         self._client = client
         self._name = name
-        self._e_tag = facts.e_tag
+        self._e_tag = e_tag
         self._lock = threading.Lock()
         self._windows: dict[int, _Window] = {}
 
@@ -165,7 +161,7 @@ class BucketReader(FileReader):
         for at in range(0, len(view), READ_NBYTES):
             self._get_into(offset + at, view[at : at + READ_NBYTES])
 
-    def _read_blocks(self, view: memoryview, start: int, payload: Payload) -> None:
+    def _read_blocks(self, view: memoryview, payload: Payload, start: int) -> None:
         """See FileReader.
 
         Blocks at both ends that are wanted in part are read in the same requests. Bytes that were changed on
@@ -190,9 +186,7 @@ class BucketReader(FileReader):
 
     def read_whole_blocks(self, offset: int, view: memoryview, crcs: Sequence[int], block_size: int) -> None:
         """Fill ``view`` with whole blocks, as ``read_blocks_into`` reads them; see FileReader."""
-        self.read_blocks_into(
-            view, payload_offset=offset, payload_nbytes=len(view), crcs=crcs, block_size=block_size
-        )
+        self.read_blocks_into(view, Payload(offset, len(view), crcs, block_size))
 
     def _get_checked(self, offset: int, target: memoryview, crcs: Sequence[int], block_size: int) -> None:
         self._check_range(offset, len(target))
@@ -259,6 +253,3 @@ class BucketReader(FileReader):
                 target[found:end] = memoryview(piece)
             found = end
         return found
-
-    def close(self) -> None:
-        """Nothing: each request stands for itself."""

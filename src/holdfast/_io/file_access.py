@@ -1,12 +1,12 @@
 """Owns the contract of one open file: written from front to back, or read in ranges, whatever keeps it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 from typing_extensions import Buffer, Self
 
-from holdfast._io.blocks import BLOCK_SIZE, BlockChecker, BlockSums, check_block_table
+from holdfast._format.item_table import Payload
+from holdfast._io.blocks import BlockChecker, BlockSums, check_block_table
 from holdfast._io.progress import STRIDE, ProgressTracker
 from holdfast._io.streams import byte_view
 from holdfast.errors import MetadataFormatError, TruncatedFileError, UsageError
@@ -143,22 +143,6 @@ class RangeWriter(ABC):
             self.close()
 
 
-class Payload(NamedTuple):
-    """Bytes of a file that were saved together, with the checksums of their blocks.
-
-    Attributes:
-        offset: Where in the file they begin.
-        nbytes: How many they are.
-        crcs: The CRC-32 of each block.
-        block_size: The size of these blocks.
-    """
-
-    offset: int
-    nbytes: int
-    crcs: Sequence[int]
-    block_size: int
-
-
 class FileReader(ABC):
     """Reads byte ranges of one file; any number of threads at the same time.
 
@@ -182,16 +166,7 @@ class FileReader(ABC):
             TruncatedFileError: The file ends before that; nothing was read.
         """
 
-    def read_blocks_into(
-        self,
-        buffer: Buffer,
-        *,
-        payload_offset: int,
-        payload_nbytes: int,
-        crcs: Sequence[int],
-        block_size: int = BLOCK_SIZE,
-        start: int = 0,
-    ) -> None:
+    def read_blocks_into(self, buffer: Buffer, payload: Payload, start: int = 0) -> None:
         """Fill ``buffer`` with the bytes of a payload from ``start`` on, and check every one of them.
 
         Whole blocks are read straight into ``buffer``. A first or last block that ``buffer`` takes only a
@@ -200,10 +175,7 @@ class FileReader(ABC):
 
         Args:
             buffer: The writable destination.
-            payload_offset: Where in the file the payload begins.
-            payload_nbytes: Its size.
-            crcs: The CRC-32 of each of its blocks.
-            block_size: The size of these blocks.
+            payload: Where in the file the payload is, and its checksums.
             start: The first byte wanted, counted from the payload's start.
 
         Raises:
@@ -213,11 +185,17 @@ class FileReader(ABC):
         """
         view = byte_view(buffer)
         stop = start + len(view)
-        check_block_table(crcs, payload_nbytes, block_size, path=self.path)
-        self._check_payload_range(start, stop, payload_nbytes)
-        self._read_blocks(view, start, Payload(payload_offset, payload_nbytes, crcs, block_size))
+        check_block_table(payload.crcs, payload.nbytes, payload.block_size, path=self.path)
+        if not 0 <= start <= stop <= payload.nbytes:
+            raise MetadataFormatError(
+                f"{self.path}: bytes {start} to {stop} were asked of a payload that has {payload.nbytes}.",
+                path=self.path,
+                expected=payload.nbytes,
+                found=stop,
+            )
+        self._read_blocks(view, payload, start)
 
-    def _read_blocks(self, view: memoryview, start: int, payload: Payload) -> None:
+    def _read_blocks(self, view: memoryview, payload: Payload, start: int) -> None:
         """Do what ``read_blocks_into`` promises, once its arguments are checked."""
         offset, nbytes, crcs, block_size = payload
         at, stop = start, start + len(view)
@@ -246,8 +224,7 @@ class FileReader(ABC):
         checker.update(view)
         checker.finish()
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - a reader may have nothing to free
         """Free everything. Does nothing the second time."""
 
     def __enter__(self) -> Self:
@@ -261,15 +238,22 @@ class FileReader(ABC):
         if self.progress is not None:
             self.progress.note(event)
 
-    def _check_payload_range(self, start: int, stop: int, payload_nbytes: int) -> None:
-        """Raise MetadataFormatError unless a payload has bytes from ``start`` to ``stop``."""
-        if not 0 <= start <= stop <= payload_nbytes:
-            raise MetadataFormatError(
-                f"{self.path}: bytes {start} to {stop} were asked of a payload that has {payload_nbytes}.",
-                path=self.path,
-                expected=payload_nbytes,
-                found=stop,
-            )
+    def _fill_from(self, fetch: Callable[[int, int], bytes], offset: int, view: memoryview) -> None:
+        """Fill ``view`` with what ``fetch`` gives for an offset in the file and a number of bytes.
+
+        It may give fewer bytes, and gives none at the end of the file.
+
+        Raises:
+            TruncatedFileError: The file ends before that, since it was changed while it was read.
+        """
+        done = 0
+        while done < len(view):
+            data = fetch(offset + done, len(view) - done)
+            if not data:
+                self.nbytes = offset + done
+                self._check_range(offset, len(view))
+            view[done : done + len(data)] = data
+            done += len(data)
 
     def _check_range(self, offset: int, nbytes: int) -> None:
         """Raise TruncatedFileError unless the file has ``nbytes`` bytes from ``offset`` on."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace as with_changes
 from functools import partial
@@ -141,29 +141,27 @@ class FsspecStore(StreamStore):
             if entry["type"] == "file" and entry["size"] is not None
         }
 
-    def folders_with(self, names: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-        """Folders below this one, for messages; see FileSource."""
-        folders = sorted(name for name, entry in self._entries().items() if entry["type"] == "directory")
-        below = [FsspecStore(self._raw, self._path(name), "") for name in folders[:_MOST_FOLDERS]]
-        jobs = [partial(_newest, store, names) for store in below]
-        times = dict(zip(folders, pool.run(jobs, threads=self.traits.requests_in_flight), strict=False))
-        checkpoints = {name: time for name, time in times.items() if time is not None}
-        newest_first = sorted(checkpoints, key=checkpoints.__getitem__, reverse=True)
-        return newest_first, [name for name in times if name not in checkpoints]
-
-    def below(self, name: str | None = None) -> Below:
+    def below(self, name: str | None = None, *, is_brief: bool = False) -> Below:
         """The files and folders of this folder; see FileSource. Asks each folder for its file."""
         entries = self._entries()
         files = {found for found, entry in entries.items() if entry["type"] == "file"}
         folders = [found for found, entry in entries.items() if entry["type"] == "directory"]
-        jobs = [partial(self._facts, folder, name) for folder in folders]
+        if name is None:
+            return Below(files, dict.fromkeys(folders))
+        if is_brief:
+            folders = sorted(folders)[:_MOST_FOLDERS]
+        paths = [self._files.concat_path(self._path(folder), name) for folder in folders]
+        jobs = [partial(self._facts_at, path) for path in paths]
         facts = pool.run(jobs, threads=self.traits.requests_in_flight)
         return Below(files, dict(zip(folders, facts, strict=True)))
 
-    def _facts(self, folder: str, name: str | None) -> FileFacts | None:
-        path = self._files.concat_path(self._path(folder), name) if name else None
-        found = self._files.look(path) if path else None
-        if path is None or found is None or found["type"] != "file":
+    def facts(self, name: str) -> FileFacts | None:
+        """What the file system tells of a file; see FileSource."""
+        return self._facts_at(self._path(check_name(name)))
+
+    def _facts_at(self, path: str) -> FileFacts | None:
+        found = self._files.look(path)
+        if found is None or found["type"] != "file":
             return None
         modified_ns = None
         with contextlib.suppress(FileNotFoundError, NotImplementedError):
@@ -182,14 +180,6 @@ class FsspecStore(StreamStore):
         """Whether there is a file of that name."""
         found = self._files.look(self._path(check_name(name)))
         return found is not None and found["type"] == "file"
-
-    def modified_ns(self, name: str) -> int | None:
-        """When a file was written, if the file system tells."""
-        path = self._path(check_name(name))
-        with contextlib.suppress(FileNotFoundError, NotImplementedError):
-            if self._files.look(path) is not None:
-                return int(self._files.fs.modified(path).timestamp() * 1e9)
-        return None
 
     def open(self, name: str) -> FileReader:
         """Open a file for reading; see ByteStore."""
@@ -248,12 +238,6 @@ def _restore(fs: FileSystem, folder: str, url: str, process: int | None) -> Fssp
     return FsspecStore(fs, folder, url)
 
 
-def _newest(store: FsspecStore, names: Sequence[str]) -> int | None:
-    """The time of the newest file of these names; None if there is none of them."""
-    times = [store.modified_ns(name) or 0 for name in names if store.exists(name)]
-    return max(times, default=None)
-
-
 class _ReplacedError(StorageError):
     """A file is not the one that was opened."""
 
@@ -271,25 +255,20 @@ class _RangeReader(FileReader):
     def read_into(self, offset: int, buffer: Buffer) -> None:
         view = byte_view(buffer)
         self._check_range(offset, len(view))
-        done = 0
-        while done < len(view):
-            data = self._fetch(offset + done, min(len(view) - done, _REQUEST_NBYTES))
-            if not data:
-                self._check_version()
-                self.nbytes = offset + done  # it was cut short while it was read
-                self._check_range(offset, len(view))
-            view[done : done + len(data)] = data
-            done += len(data)
+        self._fill_from(self._fetch, offset, view)
         if self._may_change:
             self._check_version()
 
     def _fetch(self, start: int, nbytes: int) -> bytes:
+        end = start + min(nbytes, _REQUEST_NBYTES)
         try:
-            data: bytes = self._files.fs.cat_file(self.path, start=start, end=start + nbytes)
+            data: bytes = self._files.fs.cat_file(self.path, start=start, end=end)
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(
                 f"{self.path}: there is no such file any more.", path=self.path
             ) from error
+        if not data:
+            self._check_version()
         return data
 
     def _check_version(self) -> None:
@@ -298,9 +277,6 @@ class _RangeReader(FileReader):
             raise _ReplacedError(
                 f"{self.path}: was replaced while it was being read. Load again.", path=self.path
             )
-
-    def close(self) -> None:
-        pass
 
 
 def _version(found: dict[str, Any]) -> list[Any]:

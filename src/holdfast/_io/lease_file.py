@@ -3,7 +3,7 @@
 import errno
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import msgspec
 
@@ -17,11 +17,10 @@ _MOST_BYTES = 16 << 20  # a lease that replaces files in torch's naming lists th
 
 
 @dataclass(frozen=True)
-class LeaseHolder:
-    """Who writes, as a lease says it.
+class LeaseHolder(ProcessIdentity):
+    """The process that writes, as a lease says it.
 
     Attributes:
-        host, boot, pid_namespace, pid, started: The process, as in ``ProcessIdentity``.
         shared: Whether other saves of this kind may run beside this one.
         renewed_ns: When the lease was written, by the clock of its writer, for stores that tell no times.
         replaces: What the save removes once it has committed: saves whose data files go, and names of data
@@ -29,20 +28,10 @@ class LeaseHolder:
         over: Whether the save is over, and the lease stays only for what it could not remove.
     """
 
-    host: str
-    boot: str
-    pid_namespace: str
-    pid: int
-    started: int
     shared: bool
     renewed_ns: int
     replaces: tuple[str, ...] = ()
     over: bool = False
-
-    @property
-    def process(self) -> ProcessIdentity:
-        """The process that holds the lease."""
-        return ProcessIdentity(self.host, self.boot, self.pid_namespace, self.pid, self.started)
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -105,7 +94,7 @@ class LeaseFile:
 
     def _content(self, *, over: bool = False) -> bytes:
         holder = LeaseHolder(
-            *this_process(),
+            **asdict(this_process()),
             shared=self._shared,
             renewed_ns=time.time_ns(),
             replaces=tuple(sorted(self._replaces.copy())),

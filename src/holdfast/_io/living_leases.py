@@ -9,7 +9,6 @@ from collections.abc import Iterable
 
 from holdfast._format.names import save_of_lease
 from holdfast._io.lease_file import UNKNOWN, LeaseHolder, read_lease
-from holdfast._io.process_identity import this_process
 from holdfast._io.store import ByteStore
 
 EXPIRY_SECONDS = 60.0
@@ -43,12 +42,9 @@ def living_and_dead(
 
 def find_living(store: ByteStore) -> LeaseHolder | None:
     """Some holder of a lease of a living save; None if there is none. For messages."""
-    for name in store.names():
-        if save_of_lease(name):
-            holder = read_lease(store, name)
-            if _is_alive(store, name, holder, time.time_ns()):
-                return holder or UNKNOWN
-    return None
+    leases = [name for name in store.names() if save_of_lease(name)]
+    living, _ = living_and_dead(store, leases, time.time_ns())
+    return next(iter(living.values()), None)
 
 
 def _is_alive(store: ByteStore, name: str, holder: LeaseHolder | None, now_ns: int | None) -> bool:
@@ -57,9 +53,9 @@ def _is_alive(store: ByteStore, name: str, holder: LeaseHolder | None, now_ns: i
         return False
     if holder and holder.over:
         return False
-    if holder and name not in held_here and holder.process == this_process():
+    if holder and name not in held_here and holder.is_this_process():
         return False
-    running = holder.process.is_running() if holder else None
+    running = holder.is_running() if holder else None
     if running is not None:
         return running
     # Of another machine, or another user's, perhaps, who lets nobody read it: its age must do.

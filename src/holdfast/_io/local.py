@@ -4,7 +4,7 @@ import errno
 import os
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 
@@ -13,31 +13,14 @@ from typing_extensions import Buffer
 from holdfast._format.names import METADATA, temporary_name
 from holdfast._io.cold_reads import ColdReads
 from holdfast._io.local_buffers import BUFFER_NBYTES
-from holdfast._io.local_calls import flush_to_disk, naming, write_fully
+from holdfast._io.local_calls import naming, write_fully
 from holdfast._io.local_claim import claim_folder
-from holdfast._io.local_ranges import (
-    NO_RANGES,
-    LocalRangeWriter,
-    can_write_ranges,
-    link_file,
-    open_for_ranges,
-    reserve_file,
-)
+from holdfast._io.local_ranges import NEW_FILE, NO_RANGES, LocalRanges, create_file
 from holdfast._io.local_reader import LocalReader
 from holdfast._io.local_writer import LocalWriter
 from holdfast._io.page_cache import PageCache, check_page_cache, room
 from holdfast._io.process_identity import this_process
-from holdfast._io.store import (
-    Below,
-    ByteStore,
-    CacheRoom,
-    Claim,
-    FileFacts,
-    StoreTraits,
-    check_name,
-    existing_file,
-    taken_name,
-)
+from holdfast._io.store import Below, CacheRoom, Claim, FileFacts, StoreTraits, check_name, existing_file
 from holdfast._io.streams import byte_view
 from holdfast._io.write_back import BufferOutput
 from holdfast.errors import (
@@ -48,15 +31,15 @@ from holdfast.errors import (
     UnsafeMetadataError,
 )
 
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a named pipe that somebody planted would wait for ever.
 _OLD = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_MOST_ENTRIES, _MOST_FOLDERS = 10_000, 1_000
+# A place may have a hundred thousand files: a bounded look is enough for a message.
+_MOST_ENTRIES = 10_000
 _LOOKED_AT = 16
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
-class LocalStore(ByteStore):
+class LocalStore(LocalRanges):
     """A folder of a local file system.
 
     Symbolic links inside the folder are neither followed nor overwritten; the folder itself may be
@@ -101,14 +84,10 @@ class LocalStore(ByteStore):
     def create(self, name: str, *, nbytes_hint: int | None = None, durable: bool = True) -> LocalWriter:
         """Start a new file; see ByteStore."""
         path = self._path(check_name(name))
-        try:
-            fd = os.open(path, _NEW, 0o666)
-        except FileExistsError as error:
-            raise taken_name(path) from error
+        fd = create_file(path)
         nbytes = BUFFER_NBYTES if nbytes_hint is None else nbytes_hint
-        is_buffered = durable and nbytes >= BUFFER_NBYTES
         output = None
-        if is_buffered:
+        if durable and nbytes >= BUFFER_NBYTES:
             output = BufferOutput(fd, self._page_cache, nbytes, max(nbytes, self._expected))
         return LocalWriter(path, fd, durable=durable, output=output)
 
@@ -122,8 +101,8 @@ class LocalStore(ByteStore):
         except NotADirectoryError as error:
             raise _not_a_folder(self._folder) from error
         except OSError as error:
-            # Linux says ELOOP for a link that must not be followed, the BSDs EMLINK; ENXIO is a socket.
-            if error.errno in {errno.ELOOP, errno.EMLINK, errno.ENXIO}:
+            # ELOOP is a link that must not be followed, ENXIO a socket.
+            if error.errno in {errno.ELOOP, errno.ENXIO}:
                 raise _not_regular(path) from error
             raise
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -168,12 +147,12 @@ class LocalStore(ByteStore):
         temporary = temporary_name(name)
         # All names are relative to one open folder: it may be moved meanwhile, and still gets all of it.
         with naming(path), _open_folder(self._folder) as folder:
-            fd = os.open(temporary, _NEW, 0o666, dir_fd=folder)
+            fd = os.open(temporary, NEW_FILE, 0o666, dir_fd=folder)
             try:
                 try:
                     write_fully(fd, views, 0)
                     if durable:
-                        flush_to_disk(fd)
+                        os.fsync(fd)
                 finally:
                     os.close(fd)
                 if overwrite:
@@ -196,59 +175,36 @@ class LocalStore(ByteStore):
 
     def list(self) -> dict[str, int]:
         """The name and size of every regular file."""
-        try:
-            with os.scandir(self._folder) as entries:
-                sizes = {entry.name: _size(entry) for entry in entries}
-        except FileNotFoundError:
-            return {}
+        sizes = {entry.name: _size(entry) for entry in self._entries()}
         return {name: size for name, size in sizes.items() if size is not None}
 
     def names(self) -> set[str]:
         """The name of every regular file, without a look at any of them."""
+        return {entry.name for entry in self._entries() if entry.is_file(follow_symlinks=False)}
+
+    def _entries(self) -> "Iterator[os.DirEntry[str]]":
+        """What is in the folder; nothing if there is no such folder."""
         try:
             with os.scandir(self._folder) as entries:
-                return {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
+                yield from entries
         except FileNotFoundError:
-            return set()
+            return
         except NotADirectoryError as error:
             raise _not_a_folder(self._folder) from error
 
-    def folders_with(self, names: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-        """Folders below this one, for messages; see FileSource."""
-        times, others = dict[str, int](), set[str]()
-        with suppress(FileNotFoundError), os.scandir(self._folder) as entries:
-            # A place may have a hundred thousand files: a bounded look is enough for a message.
-            folders = (entry for entry in islice(entries, _MOST_ENTRIES) if entry.is_dir())
-            for folder in islice(folders, _MOST_FOLDERS):
-                found: Sequence[int | None] = ()
-                with suppress(OSError):  # one that must not be looked into
-                    found = [_modified_ns(os.path.join(folder.path, name)) for name in names]
-                newest = max((time for time in found if time is not None), default=None)
-                if newest is None:
-                    others.add(folder.name)
-                else:
-                    times[folder.name] = newest
-        return sorted(times, key=times.__getitem__, reverse=True), sorted(others)
-
-    def below(self, name: str | None = None) -> Below:
+    def below(self, name: str | None = None, *, is_brief: bool = False) -> Below:
         """The files and folders of this folder; see FileSource. Links to folders count as folders."""
         files, folders = set[str](), dict[str, FileFacts | None]()
-        try:
-            with os.scandir(self._folder) as entries:
-                for entry in entries:
-                    if entry.is_dir():
-                        folders[entry.name] = None if name is None else _facts(f"{entry.path}/{name}")
-                    elif entry.is_file(follow_symlinks=False):
-                        files.add(entry.name)
-        except FileNotFoundError:
-            pass
-        except NotADirectoryError as error:
-            raise _not_a_folder(self._folder) from error
+        for entry in islice(self._entries(), _MOST_ENTRIES if is_brief else None):
+            if entry.is_dir():
+                folders[entry.name] = None if name is None else _facts(f"{entry.path}/{name}")
+            elif entry.is_file(follow_symlinks=False):
+                files.add(entry.name)
         return Below(files, folders)
 
-    def modified_ns(self, name: str) -> int | None:
-        """When a file was last written or touched, by the clock of the file system."""
-        return _modified_ns(self._path(check_name(name)))
+    def facts(self, name: str) -> FileFacts | None:
+        """What is known of a regular file; see FileSource."""
+        return _facts(self._path(check_name(name)))
 
     def rewrite(self, name: str, data: bytes) -> bool:
         """Put ``data`` into a small file that exists; see ByteStore. A missing file is never made."""
@@ -268,26 +224,6 @@ class LocalStore(ByteStore):
             finally:
                 os.close(fd)
         return True
-
-    def takes_ranges(self, name: str) -> bool:
-        """Try whether files can be written in any order; see ByteStore."""
-        return can_write_ranges(self._path(check_name(name)))
-
-    def reserve(self, name: str, nbytes: int) -> None:
-        """Make a new file of a size; see ByteStore."""
-        reserve_file(self._path(check_name(name)), nbytes)
-
-    def open_ranges(self, name: str) -> LocalRangeWriter:
-        """Open a file to write ranges of it; see ByteStore."""
-        return open_for_ranges(self._path(check_name(name)), self._page_cache, self._expected)
-
-    def rename(self, old: str, new: str) -> None:
-        """Give a file another name; see ByteStore."""
-        os.rename(self._path(check_name(old)), self._path(check_name(new)))
-
-    def link(self, old: str, new: str) -> bool:
-        """Give a file a second name, if the file system has hard links; see ByteStore."""
-        return link_file(self._path(check_name(old)), self._path(check_name(new)))
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove files, or links in their place; a missing one is fine."""
@@ -318,13 +254,6 @@ def _facts(path: str) -> FileFacts | None:
     if not stat.S_ISREG(found.st_mode):
         return None
     return FileFacts(found.st_size, found.st_mtime_ns, f"{found.st_mtime_ns:x}-{found.st_size:x}")
-
-
-def _modified_ns(path: str) -> int | None:
-    try:
-        return os.stat(path, follow_symlinks=False).st_mtime_ns
-    except FileNotFoundError:
-        return None
 
 
 def _size(entry: "os.DirEntry[str]") -> int | None:

@@ -3,21 +3,19 @@
 import errno
 import os
 import stat
-import sys
 from contextlib import suppress
 
 from holdfast._io.file_access import RangeWriter
-from holdfast._io.local_calls import PAGE, flush_to_disk, naming, write_fully
+from holdfast._io.local_calls import PAGE, naming, write_fully
 from holdfast._io.page_cache import PageCache
-from holdfast._io.store import taken_name
+from holdfast._io.store import ByteStore, check_name, taken_name
 from holdfast._io.write_back import BufferOutput
 from holdfast.errors import CheckpointNotFoundError, StorageError
 
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OLD = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _LARGE = 256 << 10
 """From this on a range is handed to the disk at once. Smaller ones would cost a call more each."""
-_REOPENS = sys.platform == "linux"
 NO_RANGES = {
     errno.EPERM,
     errno.EACCES,
@@ -48,10 +46,9 @@ class LocalRangeWriter(RangeWriter):
         self.path = path
         self._fd = fd
         # Whether writes go past the page cache belongs to an open file, so the pages have one of their own.
-        self._pages = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_CLOEXEC) if _REOPENS else os.dup(fd)
+        self._pages = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_CLOEXEC)
         nbytes = min(os.fstat(fd).st_size, save_nbytes)
-        policy = page_cache if _REOPENS else "keep"
-        self._output = BufferOutput(self._pages, policy, nbytes, max(nbytes, save_nbytes))
+        self._output = BufferOutput(self._pages, page_cache, nbytes, max(nbytes, save_nbytes))
 
     def write_at(self, offset: int, view: memoryview) -> None:
         """Write all of ``view``; see RangeWriter."""
@@ -67,7 +64,7 @@ class LocalRangeWriter(RangeWriter):
     def finish(self) -> None:
         """Flush and close the file; see RangeWriter."""
         with naming(self.path):
-            flush_to_disk(self._fd)
+            os.fsync(self._fd)
             self._output.release_pages()
         self.close()
 
@@ -79,67 +76,76 @@ class LocalRangeWriter(RangeWriter):
         self._fd = self._pages = -1
 
 
-def reserve_file(path: str, nbytes: int) -> None:
-    """Make a file of a size, without blocks of the disk for it.
+class LocalRanges(ByteStore):
+    """The part of a local store that has files which are written in ranges, and renamed and linked."""
 
-    Raises:
-        StorageError: There is something of that name.
-    """
+    _page_cache: PageCache
+    _expected: int
+
+    def _path(self, name: str) -> str:
+        """The path of a file of the folder."""
+        raise NotImplementedError
+
+    def takes_ranges(self, name: str) -> bool:
+        """Try whether files can be written in any order; see ByteStore."""
+        path = self._path(check_name(name))
+        try:
+            self.reserve(name, 2 * PAGE)
+            fd = os.open(path, _OLD)
+            try:
+                for offset in (PAGE, 0):
+                    write_fully(fd, [bytearray(1)], offset)
+            finally:
+                os.close(fd)  # which is where some mounts tell what they could not do
+        except OSError as error:
+            if isinstance(error, StorageError) or error.errno not in NO_RANGES:
+                raise
+            return False
+        finally:
+            with suppress(OSError):
+                os.unlink(path)
+        return True
+
+    def reserve(self, name: str, nbytes: int) -> None:
+        """Make a new file of a size, without blocks of the disk for it; see ByteStore."""
+        fd = create_file(self._path(check_name(name)))
+        with naming(self._path(name)):
+            try:
+                os.ftruncate(fd, nbytes)
+            finally:
+                os.close(fd)
+
+    def open_ranges(self, name: str) -> LocalRangeWriter:
+        """Open a file to write ranges of it; see ByteStore."""
+        path = self._path(check_name(name))
+        try:
+            fd = os.open(path, _OLD)
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(f"{path}: there is no such file.", path=path) from error
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise StorageError(f"{path}: is not a regular file.", path=path)
+        os.set_blocking(fd, True)
+        return LocalRangeWriter(path, fd, self._page_cache, self._expected)
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a file another name; see ByteStore."""
+        os.rename(self._path(check_name(old)), self._path(check_name(new)))
+
+    def link(self, old: str, new: str) -> bool:
+        """Give a file a second name, if the file system has hard links; see ByteStore."""
+        try:
+            os.link(self._path(check_name(old)), self._path(check_name(new)), follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return False
+        return True
+
+
+def create_file(path: str) -> int:
+    """Make a new file, and open it for writing. Raises StorageError if there is something of that name."""
     try:
-        fd = os.open(path, _NEW, 0o666)
+        return os.open(path, NEW_FILE, 0o666)
     except FileExistsError as error:
         raise taken_name(path) from error
-    with naming(path):
-        try:
-            os.ftruncate(fd, nbytes)
-        finally:
-            os.close(fd)
-
-
-def can_write_ranges(path: str) -> bool:
-    """Whether a new file can be opened again and written in any order. The file is removed."""
-    try:
-        reserve_file(path, 2 * PAGE)
-        fd = os.open(path, _OLD)
-        try:
-            for offset in (PAGE, 0):
-                write_fully(fd, [bytearray(1)], offset)
-        finally:
-            os.close(fd)  # which is where some mounts tell what they could not do
-    except OSError as error:
-        if isinstance(error, StorageError) or error.errno not in NO_RANGES:
-            raise
-        return False
-    finally:
-        with suppress(OSError):
-            os.unlink(path)
-    return True
-
-
-def open_for_ranges(path: str, page_cache: PageCache, save_nbytes: int) -> LocalRangeWriter:
-    """Open a file that exists; see ``LocalRangeWriter`` for the other arguments.
-
-    Raises:
-        CheckpointNotFoundError: There is none.
-        StorageError: It is not a regular file.
-    """
-    try:
-        fd = os.open(path, _OLD)
-    except FileNotFoundError as error:
-        raise CheckpointNotFoundError(f"{path}: there is no such file.", path=path) from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise StorageError(f"{path}: is not a regular file.", path=path)
-    os.set_blocking(fd, True)
-    return LocalRangeWriter(path, fd, page_cache, save_nbytes)
-
-
-def link_file(old: str, new: str) -> bool:
-    """Give a file a second name; False if the file system cannot."""
-    try:
-        os.link(old, new, follow_symlinks=False)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        return False
-    return True

@@ -3,10 +3,11 @@
 import functools
 import os
 import socket
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
-class ProcessIdentity(NamedTuple):
+@dataclass(frozen=True)
+class ProcessIdentity:
     """Enough to look a process up from the same machine, and to name it to a user.
 
     Attributes:
@@ -22,6 +23,10 @@ class ProcessIdentity(NamedTuple):
     pid_namespace: str
     pid: int
     started: int
+
+    def is_this_process(self) -> bool:
+        """Whether it is the identity of this process."""
+        return vars(self).items() >= vars(this_process()).items()
 
     def is_running(self) -> bool | None:
         """Whether the process runs; None if it cannot be looked up from here."""

@@ -1,16 +1,15 @@
 """Owns the ring of buffers through which one thread writes ranges of files while another fills them."""
 
 import mmap
-from collections.abc import Callable
-from queue import SimpleQueue
+from collections.abc import Callable, Iterator
 
 from typing_extensions import Self
 
 from holdfast._io.copying import copy_bytes
 from holdfast._io.file_access import RangeWriter
-from holdfast._io.local_buffers import BUFFER_NBYTES, borrow, give_back
+from holdfast._io.local_buffers import BUFFER_NBYTES
 from holdfast._io.local_calls import PAGE
-from holdfast._io.pool import Worker, wait_for_all
+from holdfast._io.ring import BufferThread
 
 RANGE_BUFFERS = 3
 """Buffers of a ring: one being filled, one being written, one to even out a slow disk."""
@@ -18,7 +17,7 @@ RANGE_BUFFERS = 3
 _SMALL = 256 << 10
 """Smaller ranges are written by the thread that fills: handing them over would take longer."""
 
-_Job = tuple[RangeWriter, int, mmap.mmap, int]
+_Range = tuple[RangeWriter, int, mmap.mmap, int]
 
 
 class RangeRing:
@@ -39,11 +38,7 @@ class RangeRing:
         self._start = 0  # in the file, of the bytes in the buffer
         self._stop = 0
         self._buffer: mmap.mmap | None = None
-        self._borrowed: list[mmap.mmap] = []
-        self._free: SimpleQueue[mmap.mmap | None] = SimpleQueue()
-        self._full: SimpleQueue[_Job | None] = SimpleQueue()
-        self._thread: Worker | None = None
-        self._failure: BaseException | None = None
+        self._thread = BufferThread[_Range](self._write_all, name="holdfast-ranges", count=RANGE_BUFFERS)
 
     def put(
         self, file: RangeWriter, offset: int, view: memoryview, seen: Callable[[int, memoryview], None]
@@ -72,7 +67,7 @@ class RangeRing:
             self._flush()
             self._file, self._start, self._stop = file, offset, offset
         if self._buffer is None:
-            self._buffer = self._next_buffer()
+            self._buffer = self._thread.next_buffer()
         begin = self._stop - self._base
         step = min(nbytes, BUFFER_NBYTES - begin)
         self._stop += step
@@ -91,10 +86,7 @@ class RangeRing:
         if nbytes < _SMALL:
             self._write(self._file, self._start, self._buffer, self._stop)
         else:
-            if self._thread is None:
-                self._thread = Worker(self._write_all, name="holdfast-ranges")
-                self._thread.start()
-            self._full.put((self._file, self._start, self._buffer, self._stop))
+            self._thread.submit((self._file, self._start, self._buffer, self._stop))
             self._buffer = None
         self._start = self._stop
         self._progress(nbytes)
@@ -105,32 +97,10 @@ class RangeRing:
         with memoryview(buffer)[begin : begin + stop - start] as view:
             file.write_at(start, view)
 
-    def _next_buffer(self) -> mmap.mmap:
-        if self._failure is not None:
-            raise self._failure
-        if self._free.empty() and len(self._borrowed) < RANGE_BUFFERS:
-            self._borrowed.append(borrow())
-            return self._borrowed[-1]
-        buffer = self._free.get()
-        if buffer is None:
-            assert self._failure is not None
-            raise self._failure
-        return buffer
-
-    def _write_all(self) -> None:
-        try:
-            while (job := self._full.get()) is not None:
-                self._write(*job)
-                self._free.put(job[2])
-        except BaseException as error:  # noqa: BLE001 - kept for the caller, whatever it is
-            self._failure = error
-            self._free.put(None)
-
-    def _end_thread(self) -> None:
-        if self._thread is not None:
-            self._full.put(None)
-            wait_for_all([self._thread])
-            self._thread = None
+    def _write_all(self, ranges: Iterator[_Range]) -> None:
+        for file, start, buffer, stop in ranges:
+            self._write(file, start, buffer, stop)
+            self._thread.release(buffer)
 
     def __enter__(self) -> Self:
         return self
@@ -140,10 +110,7 @@ class RangeRing:
             if kind is None:
                 self._flush()
         finally:
-            self._end_thread()
-        if self._failure is not None:
-            if kind is None:
-                raise self._failure
-            return
-        while self._borrowed:
-            give_back(self._borrowed.pop())
+            self._thread.end()
+        if kind is None:
+            self._thread.raise_failure()
+            self._thread.give_back()

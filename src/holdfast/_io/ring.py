@@ -4,7 +4,7 @@ import mmap
 from collections.abc import Callable, Iterator
 from functools import partial
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from holdfast._io.blocks import BlockSums
 from holdfast._io.copying import copy_bytes
@@ -49,11 +49,97 @@ def write_each(write: Callable[[memoryview, int], None]) -> Drain:
     return drain
 
 
+J = TypeVar("J")
+_Job = tuple[mmap.mmap, int, int]
+"""A full buffer, how much of it is to be written, and where."""
+
+
+class BufferThread(Generic[J]):
+    """Page-aligned buffers that the caller fills, and the thread that writes them.
+
+    The thread starts with the first job, so that little work needs none.
+
+    Args:
+        work: Carries out all jobs that were submitted, in order, and releases the buffer of each; called
+            once, by the thread.
+        name: The name of the thread.
+        count: How many buffers there are at most. ``work`` must not keep all of them and wait for another.
+
+    Attributes:
+        is_running: Whether there is a thread.
+    """
+
+    def __init__(self, work: Callable[[Iterator[J]], None], *, name: str, count: int) -> None:
+        self._work = work
+        self._name = name
+        self._count = count
+        self._borrowed: list[mmap.mmap] = []
+        self._free: SimpleQueue[mmap.mmap | None] = SimpleQueue()
+        self._jobs: SimpleQueue[J | None] = SimpleQueue()
+        self._thread: Worker | None = None
+        self._failure: BaseException | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread is not None
+
+    def next_buffer(self) -> mmap.mmap:
+        """A buffer to be filled. Waits if all are on their way; raises what ``work`` raised."""
+        self.raise_failure()
+        if self._free.empty() and len(self._borrowed) < self._count:
+            self._borrowed.append(borrow())
+            return self._borrowed[-1]
+        buffer = self._free.get()
+        if buffer is None:
+            self.raise_failure()
+        assert buffer is not None, "the thread ended without a reason"
+        return buffer
+
+    def release(self, buffer: mmap.mmap) -> None:
+        """Let a buffer be filled again; from any thread, also while an object is being finalized."""
+        self._free.put(buffer)
+
+    def submit(self, job: J) -> None:
+        """Have the thread do a job."""
+        if self._thread is None:
+            self._thread = Worker(self._run, name=self._name)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def _run(self) -> None:
+        try:
+            self._work(iter(self._jobs.get, None))  # ends at None
+        except BaseException as error:  # noqa: BLE001 - kept for the caller, whatever it is
+            self._failure = error
+            self._free.put(None)
+
+    def raise_failure(self) -> None:
+        """Raise what ``work`` raised, if it did."""
+        if self._failure is not None:
+            self.end()
+            raise self._failure
+
+    def end(self) -> None:
+        """Return when all jobs are done and the thread has ended."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            wait_for_all([self._thread])
+            self._thread = None
+
+    def give_back(self) -> None:
+        """Return the buffers, of which no view is in use any more."""
+        while self._borrowed:
+            give_back(self._borrowed.pop())
+
+    def forget(self) -> None:
+        """Let go of the buffers without giving them back: somebody may still look at one."""
+        self._borrowed.clear()
+
+
 class BufferRing:
     """The bytes of one file on their way out: the caller fills buffers while one thread writes full ones.
 
-    The buffers are page-aligned. The thread starts with the first full buffer, so a file smaller than one
-    has none.
+    A file smaller than a buffer needs no thread.
 
     Args:
         drain: Writes the full buffers; called once, by the thread. The offsets are multiples of
@@ -65,16 +151,11 @@ class BufferRing:
     def __init__(self, drain: Drain, *, unit: int, count: int = RING) -> None:
         self._drain = drain
         self._unit = unit
-        self._count = count
         self._offset = 0  # in the file, of the buffer being filled
         self._current: mmap.mmap | None = None
         self._filled = 0
-        self._borrowed: list[mmap.mmap] = []
-        self._free: SimpleQueue[mmap.mmap | None] = SimpleQueue()
-        self._full: SimpleQueue[tuple[mmap.mmap, int, int] | None] = SimpleQueue()
-        self._thread: Worker | None = None
-        self._failure: BaseException | None = None
         self._stopped = False
+        self._thread = BufferThread[_Job](self._write, name="holdfast-writer", count=count)
 
     def append(self, view: memoryview, sums: BlockSums | None) -> None:
         """Copy all of ``view`` into buffers, and feed the copies to ``sums`` if there is one.
@@ -85,7 +166,7 @@ class BufferRing:
         at = 0
         while at < len(view):
             if self._current is None:
-                self._current, self._filled = self._next_buffer(), 0
+                self._current, self._filled = self._thread.next_buffer(), 0
             # In one step: beside a busy thread of Python the lock that this one needs after each step takes
             # 5 ms to get. Copying 1 MiB at a time is 1.1 times as fast where nobody is there.
             step = min(BUFFER_NBYTES - self._filled, len(view) - at)
@@ -99,7 +180,7 @@ class BufferRing:
             self._filled += step
             if self._filled == BUFFER_NBYTES:
                 self._submit(self._current, BUFFER_NBYTES)
-        self._raise_failure()
+        self._thread.raise_failure()
 
     def finish(self) -> tuple[bytearray, int]:
         """Have everything written but the last bytes, which are no whole unit.
@@ -109,68 +190,37 @@ class BufferRing:
         """
         tail = bytearray()
         if self._current is not None:
-            whole = self._filled - self._filled % self._unit if self._thread else 0
+            whole = self._filled - self._filled % self._unit if self._thread.is_running else 0
             tail = bytearray(memoryview(self._current)[whole : self._filled])
             if whole:
                 self._submit(self._current, whole)
-        self._end_thread()
-        self._raise_failure()
-        self._give_back()
+        self._thread.end()
+        self._thread.raise_failure()
+        self._thread.give_back()
+        self._current = None
         return tail, self._offset
 
     def abort(self) -> None:
         """End the thread after the view that it is writing, and let go of the buffers."""
         self._stopped = True
-        self._end_thread()
+        self._thread.end()
         # Not given back: a request that was given up may still look at one.
-        self._borrowed.clear()
+        self._thread.forget()
         self._current = None
 
-    def _next_buffer(self) -> mmap.mmap:
-        if self._free.empty() and len(self._borrowed) < self._count:
-            self._borrowed.append(borrow())
-            return self._borrowed[-1]
-        buffer = self._free.get()
-        if buffer is None:
-            self._raise_failure()
-        assert buffer is not None, "the thread ended without a reason"
-        return buffer
-
     def _submit(self, buffer: mmap.mmap, nbytes: int) -> None:
-        if self._thread is None:
-            self._thread = Worker(self._write_full_buffers, name="holdfast-writer")
-            self._thread.start()
-        self._full.put((buffer, nbytes, self._offset))
+        self._thread.submit((buffer, nbytes, self._offset))
         self._offset += nbytes
         self._current = None
 
-    def _full_buffers(self) -> Iterator[FullBuffer]:
+    def _write(self, jobs: Iterator[_Job]) -> None:
+        self._drain(self._full_buffers(jobs))
+
+    def _full_buffers(self, jobs: Iterator[_Job]) -> Iterator[FullBuffer]:
         """What ``drain`` gets. A file that is given up ends with an error: a short one must not be made."""
-        while (job := self._full.get()) is not None and not self._stopped:
-            buffer, nbytes, offset = job
-            yield FullBuffer(memoryview(buffer)[:nbytes], offset, partial(self._free.put, buffer))
+        for buffer, nbytes, offset in jobs:
+            if self._stopped:
+                break
+            yield FullBuffer(memoryview(buffer)[:nbytes], offset, partial(self._thread.release, buffer))
         if self._stopped:
             raise RingStoppedError
-
-    def _write_full_buffers(self) -> None:
-        try:
-            self._drain(self._full_buffers())
-        except BaseException as error:  # noqa: BLE001 - kept for the caller, whatever it is
-            self._failure = error
-            self._free.put(None)
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            self._end_thread()
-            raise self._failure
-
-    def _end_thread(self) -> None:
-        if self._thread is not None:
-            self._full.put(None)
-            wait_for_all([self._thread])
-            self._thread = None
-
-    def _give_back(self) -> None:
-        while self._borrowed:
-            give_back(self._borrowed.pop())
-        self._current = None

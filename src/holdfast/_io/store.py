@@ -9,6 +9,7 @@ atomic, makes a checkpoint exist. ``FileSource`` is the half that loads and the 
 An error of the operating system leaves as an OSError with errno, strerror and the file's path.
 """
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,10 @@ from typing import NamedTuple
 
 from typing_extensions import Buffer
 
+from holdfast._format.names import is_plain_name
 from holdfast._io.file_access import FileReader, FileWriter, RangeWriter
 from holdfast.errors import (
+    AccessDeniedError,
     CheckpointError,
     CheckpointExistsError,
     MetadataFormatError,
@@ -33,7 +36,7 @@ def check_name(name: str, *, error: type[CheckpointError] = UsageError) -> str:
     here and nowhere else. ``open`` and ``read`` raise UnsafeMetadataError, because the names they get
     stand in metadata; all other methods raise UsageError.
     """
-    if name in {"", ".", ".."} or any(c in name for c in "/\\\0"):
+    if not is_plain_name(name):
         raise error(
             f"{name!r} is not a plain file name. A checkpoint's files lie directly in its folder: a name has "
             "no '/', no '\\', no NUL, and is not '.' or '..'.",
@@ -170,19 +173,27 @@ class FileSource(ABC):
         """The name of every file; cheaper than ``list`` on some stores."""
         return set(self.list())
 
-    def folders_with(self, names: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:  # noqa: ARG002
+    def folders_with(self, names: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
         """Folders directly below this place, for messages: those with a file of these names, and the others.
 
-        The first ones are sorted by the time of that file, the newest first. A store looks at a bounded
-        number of folders. One that knows of no folders, as this one, returns none.
+        The first ones are sorted by the time of that file, the newest first. Only a bounded number of folders
+        is looked at. If the store knows of no folders, or may not list them, there are none.
         """
-        return (), ()
+        times: dict[str, int] = {}
+        with contextlib.suppress(UsageError, AccessDeniedError):
+            for name in names:
+                for folder, facts in self.below(name, is_brief=True).folders.items():
+                    time = -1 if facts is None else facts.modified_ns or 0
+                    times[folder] = max(time, times.get(folder, -1))
+        found = [folder for folder, time in times.items() if time >= 0]
+        return sorted(found, key=times.__getitem__, reverse=True), sorted(times.keys() - set(found))
 
-    def below(self, name: str | None = None) -> Below:  # noqa: ARG002 - for stores that know of folders
+    def below(self, name: str | None = None, *, is_brief: bool = False) -> Below:  # noqa: ARG002 - for others
         """The files and folders directly below this place, by as few requests as the store needs.
 
         Args:
             name: The file whose facts are wanted of every folder. None: the names of folders are enough.
+            is_brief: Whether a look at a bounded number of them is enough.
 
         Raises:
             UsageError: The store knows of no folders, as this one.
@@ -193,17 +204,17 @@ class FileSource(ABC):
     def exists(self, name: str) -> bool:
         """Whether ``open`` would find such a file."""
 
-    def modified_ns(self, name: str) -> int | None:  # noqa: ARG002 - for stores that know
-        """When a file got its present content, in nanoseconds by the store's own clock.
+    def facts(self, name: str) -> FileFacts | None:  # noqa: ARG002 - for stores that know
+        """What ``below`` of the place above tells of a file of this place.
 
         None if there is no such file, or if the store does not tell.
         """
         return None
 
-    def facts(self, name: str) -> FileFacts | None:
-        """What ``below`` of the place above tells of a file of this place; None if there is no such file."""
-        modified_ns = self.modified_ns(name)
-        return None if modified_ns is None else FileFacts(0, modified_ns, str(modified_ns))
+    def modified_ns(self, name: str) -> int | None:
+        """When a file got its present content; see ``facts``, and ``FileFacts.modified_ns``."""
+        found = self.facts(name)
+        return None if found is None else found.modified_ns
 
     @abstractmethod
     def open(self, name: str) -> FileReader:

@@ -242,20 +242,10 @@ class _StreamReader(FileReader):
         opened, stream = found or self._open()
         try:
             stream.seek(offset)
-            self._fill(stream, offset, view)
+            self._fill_from(lambda _, nbytes: stream.read(nbytes), offset, view)
         finally:
             with self._lock:
                 self._idle.append((opened, stream))
-
-    def _fill(self, stream: Any, offset: int, view: memoryview) -> None:
-        done = 0
-        while done < len(view):
-            data = stream.read(len(view) - done)
-            if not data:
-                self.nbytes = offset + done  # it was changed while it was read
-                self._check_range(offset, len(view))
-            view[done : done + len(data)] = data
-            done += len(data)
 
     def close(self) -> None:
         with self._lock:

@@ -1,5 +1,6 @@
 """Dealings with byte streams of which nothing is known but that they are file objects."""
 
+import ctypes
 import errno
 from typing import IO, Any
 
@@ -23,6 +24,13 @@ def byte_view(buffer: Buffer) -> memoryview:
             "a C-contiguous buffer is needed, this one has gaps or another order; copy it first"
         )
     return view.cast("B")
+
+
+def memory_at(address: int, nbytes: int, owner: object) -> memoryview:
+    """The bytes at an address, writable. The view keeps ``owner``, whose memory it is, alive."""
+    memory = (ctypes.c_ubyte * nbytes).from_address(address)
+    memory.owner = owner  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
 
 
 def write_all(output: IO[bytes], data: bytes | memoryview) -> int:

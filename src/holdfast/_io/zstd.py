@@ -7,7 +7,7 @@ from typing_extensions import Buffer
 
 from holdfast._io.streams import byte_view, write_all
 from holdfast._io.zstd_backends import Backend
-from holdfast._io.zstd_inflate import Inflater, WouldBlock
+from holdfast._io.zstd_inflate import Inflater
 from holdfast.errors import StorageError
 
 WRITE_STEP = 1 << 20
@@ -125,7 +125,7 @@ class ZstdReader(_ZstdStream):
 
     def __init__(self, input: IO[bytes], backend: Backend, *, max_size: int | None = None) -> None:
         self._input = input
-        self._inflater: Inflater | None = Inflater(input, backend, max_size)
+        self._pieces = Inflater(input, backend, max_size).pieces()
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:
@@ -173,8 +173,7 @@ class ZstdReader(_ZstdStream):
         """Close the input too. Repeating is fine."""
         if self.closed:
             return
-        self._ready = memoryview(b"")
-        self._inflater = None
+        self._ready, self._pieces = memoryview(b""), iter(())
         try:
             self._input.close()
         finally:
@@ -182,15 +181,15 @@ class ZstdReader(_ZstdStream):
 
     def _take(self, limit: int | None) -> memoryview | None:
         """The next bytes, at most ``limit``; none at the end, None where the input would block."""
-        try:
-            if not self._ready:
-                assert self._inflater is not None
-                self._ready = memoryview(self._inflater.inflate_some())
-        except WouldBlock:
-            return None
-        except BaseException as error:
-            self._failure = error
-            raise
+        if not self._ready:
+            try:
+                inflated = next(self._pieces, b"")
+            except BaseException as error:
+                self._failure = error
+                raise
+            if inflated is None:
+                return None
+            self._ready = memoryview(inflated)
         piece = self._ready[:limit]
         self._ready = self._ready[len(piece) :]
         return piece

@@ -7,14 +7,7 @@ from typing import Any
 from holdfast._background.save_future import SaveFuture
 from holdfast._manager.preemption_notice import PreemptionNotice
 from holdfast._manager.step_agreement import Boundary, Reasons, StepAgreement
-from holdfast._steps.policies import (
-    Continuous,
-    EverySeconds,
-    Preempted,
-    SaveMoment,
-    WhenPolicy,
-    policies_in,
-)
+from holdfast._steps.policies import Continuous, EverySeconds, Preempted, SaveMoment, WhenPolicy, policies_in
 
 logger = logging.getLogger(__name__)
 

@@ -35,32 +35,25 @@ def read_model(
     """What ``model.state_dict()`` has, by name; the module's versions (``_metadata``) go with it."""
     names = ModelNames(model)
     own = unpatched_method(model, "state_dict")()
-    found = {names.name_of(key): value for key, value in own.items()}
-    if len(found) != len(own):
-        raise RuntimeError(_same_names(names, own))
+    keys: dict[str, str] = {}
+    for key in own:
+        if (other := keys.setdefault(names.name_of(key), key)) != key:
+            raise RuntimeError(f"the state dict of the model has two keys of one name: {other} and {key}")
+    found = {name: own[key] for name, key in keys.items()}
     if submodules:
         found = _of_submodules(found, model, set(submodules), names, options)
     if options.ignore_frozen_params:
         for name in frozen_names(model):
             found.pop(name, None)
-    if is_left_to_rank0(options):
-        delivered(found, options)
-        return {}
     result: OrderedDict[str, Any] = OrderedDict(delivered(found, options))
+    if is_left_to_rank0(options):
+        return {}
     versions = _versions_in(own)
     if versions is not None:
         vars(result)["_metadata"] = OrderedDict(
             (names.name_of_module(path), version) for path, version in versions.items()
         )
     return result
-
-
-def _same_names(names: ModelNames, keys: Iterable[str]) -> str:
-    seen: dict[str, str] = {}
-    for key in keys:
-        if (other := seen.setdefault(names.name_of(key), key)) != key:
-            return f"the state dict of the model has two keys of one name: {other} and {key}"
-    raise AssertionError("the names differ")
 
 
 def _of_submodules(

@@ -1,6 +1,6 @@
 """The state dict of optimizers, read by the names of the parameters and without a step."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -94,10 +94,9 @@ def read_optimizers(
     found = (
         flattened(states, groups) if options.flatten_optimizer_state_dict else {STATE: states, GROUPS: groups}
     )
-    if is_left_to_rank0(options):
-        delivered(found, options)
-        return {}
     found = delivered(found, options)
+    if is_left_to_rank0(options):
+        return {}
     is_flat = options.flatten_optimizer_state_dict
     made = ParameterStates(
         found if is_flat else found[STATE],
@@ -111,12 +110,9 @@ def read_optimizers(
 
 def _add_states(states: dict[Any, Any], own: dict[Any, Any], by_number: dict[Any, str]) -> None:
     """Add the states of one optimizer, in the order of its parameters: all ranks must gather in one order."""
-    for key, state in _in_order(own, by_number):
+    others = [key for key in own if key not in by_number]
+    for number in [*(number for number in by_number if number in own), *others]:
+        key = by_number.get(number, number)
         if key in states:
             raise ValueError(f"two optimizers have a state of their own under the key {key!r}")
-        states[key] = changed_leaves(state, same_leaf)
-
-
-def _in_order(own: dict[Any, Any], by_number: dict[Any, str]) -> Iterator[tuple[Any, Any]]:
-    yield from ((name, own[number]) for number, name in by_number.items() if number in own)
-    yield from ((key, state) for key, state in own.items() if key not in by_number)
+        states[key] = changed_leaves(own[number], same_leaf)

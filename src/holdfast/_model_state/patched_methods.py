@@ -4,8 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["patch_method", "unpatched_method"]
-
 
 class PatchedMethod:
     """Takes the place of a method of one object."""

@@ -99,18 +99,11 @@ class SentState:
 
     def _described_whole(self, value: torch.Tensor) -> SentTensor:
         count = len(self._forms)
-        parts = self._described_parts(take_apart(value, "broadcast_from_rank0"))
+        parts = take_apart(value, "broadcast_from_rank0").with_parts(self._described)
         if len(self._forms) == count:
             raise TypeError(f"broadcast_from_rank0 cannot send a {type(value).__name__}: it has no parts")
         self._wholes.append(SentTensor(len(self._forms) - 1, value.shape, value.dtype, parts))
         return self._wholes[-1]
-
-    def _described_parts(self, parts: TensorParts) -> TensorParts:
-        described = {
-            name: self._described_parts(part) if isinstance(part, TensorParts) else self._described(part)
-            for name, part in parts.items()
-        }
-        return TensorParts(described, about=parts.about)
 
     def _refuse_unsendable(self) -> None:
         for source in self._sources:
@@ -206,14 +199,10 @@ def _numbers_in(parts: Any) -> Iterator[int]:
 
 def _put_together(whole: SentTensor, arrived: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """The tensor that is made of parts that have arrived."""
-
-    def filled(part: Any) -> Any:
-        if isinstance(part, TensorParts):
-            return TensorParts({name: filled(one) for name, one in part.items()}, about=part.about)
-        return arrived[part.number] if isinstance(part, SentTensor) else part
-
-    made: torch.Tensor = filled(whole.parts).rebuild()
-    return made
+    assert whole.parts is not None
+    return whole.parts.with_parts(
+        lambda part: arrived[part.number] if isinstance(part, SentTensor) else part
+    ).rebuild()
 
 
 def _without_values(form: SentTensor) -> torch.Tensor:

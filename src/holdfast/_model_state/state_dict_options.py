@@ -3,8 +3,6 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-__all__ = ["StateDictOptions"]
-
 
 @dataclass
 class StateDictOptions:

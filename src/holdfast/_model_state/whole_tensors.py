@@ -10,8 +10,8 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from holdfast._model_state.state_dict_options import StateDictOptions
-from holdfast._tensors.dtensors import held_pieces, local_tensor, memory_of_piece, narrowed
-from holdfast._tensors.tensor_parts import TensorParts, is_made_of_parts, put_together, take_apart
+from holdfast._tensors.dtensors import empty_shards, held_pieces, memory_of_piece, narrowed
+from holdfast._tensors.tensor_parts import is_made_of_parts, put_together, take_apart
 
 
 def changed_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
@@ -46,24 +46,20 @@ def delivered(tree: Any, options: StateDictOptions) -> Any:
     If sharded tensors are gathered, every rank that holds a part must call this. A rank that gets nothing in
     the end takes part and drops each tensor at once.
     """
-    if is_left_to_rank0(options):
-        changed_leaves(tree, _take_part_in_gathering)
-        return {}
     if not options.full_state_dict and not options.cpu_offload:
         return tree
+    is_left = is_left_to_rank0(options)
 
     def deliver(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         whole = gathered(value) if options.full_state_dict else value
+        if is_left:
+            return None
         return whole.to("cpu") if options.cpu_offload else whole
 
-    return changed_leaves(tree, deliver)
-
-
-def _take_part_in_gathering(value: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        gathered(value)
+    found = changed_leaves(tree, deliver)
+    return {} if is_left else found
 
 
 def gathered(value: torch.Tensor) -> torch.Tensor:
@@ -113,27 +109,13 @@ def copied(value: torch.Tensor, device: torch.device | None = None) -> torch.Ten
     """A copy, on ``device``. If a tensor is made of others these are copied: its class may know no copy."""
     if isinstance(value, DTensor) or not is_made_of_parts(value):
         return value.detach().to(device or value.device, copy=True)
-    return put_together(value.detach(), _copied_parts(take_apart(value, "a state dict"), device))
-
-
-def _copied_parts(parts: TensorParts, device: torch.device | None) -> TensorParts:
-    made = {
-        name: _copied_parts(part, device) if isinstance(part, TensorParts) else copied(part, device)
-        for name, part in parts.items()
-    }
-    return TensorParts(made, about=parts.about)
+    parts = take_apart(value, "a state dict")
+    return put_together(value.detach(), parts.with_parts(lambda part: copied(part, device)))
 
 
 def shared_out(whole: torch.Tensor, like: DTensor, device: torch.device) -> DTensor:
     """A tensor of this rank with the values of ``whole`` and the layout of ``like``, on ``device``."""
-    made = DTensor.from_local(
-        torch.empty_like(local_tensor(like).detach(), dtype=whole.dtype, device=device),
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    made = empty_shards(like, device, whole.dtype)
     fill(made, whole)
     return made
 

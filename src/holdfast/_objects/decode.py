@@ -241,12 +241,18 @@ class CarefulUnpickler(_Rules, pickle._Unpickler):  # noqa: SLF001 - the Python 
             word, kind, key, location, count = name
         except (TypeError, ValueError):
             raise NeedsTorchError from None
-        if word != "storage" or not isinstance(kind, StorageName) or location != "cpu":
+        if word != "storage" or not isinstance(kind, StorageName):
+            raise NeedsTorchError
+        self._named.append(NamedStorage(self._storage(kind, key, location, count), kind.dtype))
+        return self._named[-1]
+
+    def _storage(self, kind: StorageName, key: Any, location: Any, count: Any) -> torch.UntypedStorage:
+        """The storage of a name."""
+        if location != "cpu":
             raise NeedsTorchError
         if key not in self._storages:
             self._storages[key] = storage_of(self._read(key), kind, count)
-        self._named.append(NamedStorage(self._storages[key], kind.dtype))
-        return self._named[-1]
+        return self._storages[key]
 
 
 class _RehearsingUnpickler(CarefulUnpickler):
@@ -261,9 +267,9 @@ class _RehearsingUnpickler(CarefulUnpickler):
         is_sparse = name == "_rebuild_sparse_tensor"
         return (lambda *_: None) if is_sparse else super()._find(module, name)
 
-    def persistent_load(self, name: Any) -> Any:
-        self._nbytes = name[4] * (name[1].dtype.itemsize if name[1].dtype else 1)
-        return super().persistent_load(name)
+    def _storage(self, kind: StorageName, key: Any, location: Any, count: Any) -> torch.UntypedStorage:
+        self._nbytes = count * kind.itemsize
+        return super()._storage(kind, key, location, count)
 
 
 def rehearse(pickled: bytes) -> Exception | None:

@@ -1,7 +1,6 @@
 """Fingerprints of values that are not stored as tensors: whether two ranks hold equal ones."""
 
 import copyreg
-import ctypes
 import hashlib
 import struct
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from holdfast._io.blocks import BLOCK_SIZE, block_checksums
+from holdfast._io.streams import memory_at
 
 # Pickle gives up at about the same depth, and 200 levels leave room on the stack of a deep program.
 _DEEPEST = 200
@@ -244,9 +244,7 @@ def _memory_of(tensor: torch.Tensor) -> memoryview:
     tensor = tensor.resolve_conj().resolve_neg().cpu().contiguous()
     if not tensor.nbytes:
         return memoryview(b"")
-    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.owner = tensor  # type: ignore[attr-defined]
-    return memoryview(memory).cast("B")
+    return memory_at(tensor.data_ptr(), tensor.nbytes, tensor)
 
 
 def _quantization(tensor: torch.Tensor) -> tuple[Any, ...]:

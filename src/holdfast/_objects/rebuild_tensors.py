@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from holdfast._format.dtypes import TYPED_STORAGES
+from holdfast._geometry import reach_of
 
 STORAGE_DTYPES: dict[tuple[str, str], torch.dtype | None] = {
     **{("torch", name): getattr(torch, dtype) for dtype, name in TYPED_STORAGES.items()},
@@ -34,6 +35,11 @@ class StorageName:
 
     dtype: torch.dtype | None
 
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element; 1 for a storage that counts bytes."""
+        return 1 if self.dtype is None else self.dtype.itemsize
+
 
 class NamedStorage:
     """A storage of the container, for one of the functions below."""
@@ -50,8 +56,7 @@ class TensorName:
 
 def storage_of(content: bytearray, kind: StorageName, count: Any) -> torch.UntypedStorage:
     """The storage with these bytes, if they are as many as declared."""
-    itemsize = 1 if kind.dtype is None else kind.dtype.itemsize
-    if type(count) is not int or count * itemsize != len(content):
+    if type(count) is not int or count * kind.itemsize != len(content):
         raise TypeError(f"a storage of {count} elements has {len(content)} bytes")
     if not content:
         return torch.empty(0, dtype=torch.uint8).untyped_storage()
@@ -76,15 +81,18 @@ def _rebuild_tensor(
     if not isinstance(dtype, torch.dtype) or not isinstance(views, dict) or views.keys() - {"conj", "neg"}:
         raise TypeError("a plain tensor was expected")
     _check_numbers(size, stride, offset)
-    last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-    if 0 not in size and (last + 1) * dtype.itemsize > memory.nbytes():
+    if 0 not in size and (offset + reach_of(size, stride)) * dtype.itemsize > memory.nbytes():
         raise TypeError("a tensor reaches outside its storage")
     tensor = torch.empty(0, dtype=dtype).set_(memory, offset, tuple(size), tuple(stride))
-    if views.get("conj") is True:
-        tensor = tensor.conj()
-    if views.get("neg") is True:
-        tensor = torch._neg_view(tensor)  # noqa: SLF001 - there is no other way to make one
+    tensor = with_lazy_bits(tensor, conj=views.get("conj") is True, neg=views.get("neg") is True)
     return tensor.requires_grad_() if requires_grad is True else tensor
+
+
+def with_lazy_bits(tensor: torch.Tensor, *, conj: bool, neg: bool) -> torch.Tensor:
+    """A view of a tensor whose elements stand for their conjugates, their negatives, or both."""
+    if conj:
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if neg else tensor  # noqa: SLF001 - there is no other way to make one
 
 
 def _rebuild_parameter(data: Any, requires_grad: Any, _: Any) -> torch.nn.Parameter:
@@ -127,7 +135,7 @@ def _rebuild_quantized(
     memory, dtype, storage.is_used = storage.memory, storage.dtype, True
     _check_numbers(size, stride, offset)
     numel = math.prod(size)
-    reached = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) + 1
+    reached = offset + reach_of(size, stride)
     if dtype is None or (numel and max(reached, numel) * dtype.itemsize > memory.nbytes()):
         raise TypeError("a tensor reaches outside its storage")
     scheme, scale, zero, *axis = quantizer

@@ -15,7 +15,14 @@ import torch
 
 from holdfast._objects.allowed_numpy import RefusedError
 from holdfast._objects.decode import CarefulUnpickler, explaining
-from holdfast._objects.rebuild_tensors import REBUILT, NamedStorage, NeedsTorchError, StorageName, TensorName
+from holdfast._objects.rebuild_tensors import (
+    REBUILT,
+    NamedStorage,
+    NeedsTorchError,
+    StorageName,
+    TensorName,
+    with_lazy_bits,
+)
 from holdfast.errors import IntegrityError
 
 _REBUILD_TENSOR = REBUILT["torch._utils", "_rebuild_tensor_v2"]
@@ -185,9 +192,7 @@ class _MetaUnpickler(CarefulUnpickler):
         return cast("torch.Tensor", self._keep(make(*arguments)))
 
     def _later(self, make: Callable[..., torch.Tensor], *arguments: Any) -> _Unbuilt:
-        for argument in arguments:
-            if isinstance(argument, NamedStorage):
-                argument.is_used = True
+        _mark_used(arguments)
         return cast("_Unbuilt", self._keep(_Unbuilt(make, arguments)))
 
     def _from_type(self, make: Any, kind: Any, arguments: Any, _: Any = None) -> Any:
@@ -195,9 +200,7 @@ class _MetaUnpickler(CarefulUnpickler):
         is_plain = isinstance(make, partial) and make.args == (_REBUILD_TENSOR,)
         if is_plain and isinstance(kind, TensorName):
             return make(*arguments)
-        for argument in arguments if isinstance(arguments, tuple) else ():
-            if isinstance(argument, NamedStorage):
-                argument.is_used = True
+        _mark_used(arguments)
         name = kind.name if isinstance(kind, _OpaqueName) else ".".join(_FROM_TYPE)
         return self._keep(_Opaque(name))
 
@@ -206,15 +209,14 @@ class _MetaUnpickler(CarefulUnpickler):
         return value
 
     def persistent_load(self, name: Any) -> Any:
-        try:
-            word, kind, key, _, count = name
-        except (TypeError, ValueError):
-            raise NeedsTorchError from None
-        if word != "storage" or not isinstance(kind, StorageName) or type(key) is not str:
+        return self._keep(super().persistent_load(name))
+
+    def _storage(self, kind: StorageName, key: Any, _location: Any, count: Any) -> torch.UntypedStorage:
+        if type(key) is not str:
             raise NeedsTorchError
         if type(count) is not int or count < 0:
             raise TypeError(f"a storage of {count} elements")
-        record = StorageRecord(key, count * (1 if kind.dtype is None else kind.dtype.itemsize))
+        record = StorageRecord(key, count * kind.itemsize)
         if key not in self._by_key:
             memory = torch.empty(record.nbytes, dtype=torch.uint8, device="meta").untyped_storage()
             self._by_key[key] = record, memory
@@ -222,9 +224,14 @@ class _MetaUnpickler(CarefulUnpickler):
         known, memory = self._by_key[key]
         if known != record:
             raise TypeError(f"the storage {key} has {known.nbytes} and {record.nbytes} bytes")
-        named = NamedStorage(memory, kind.dtype)
-        self._named.append(named)
-        return self._keep(named)
+        return memory
+
+
+def _mark_used(arguments: Any) -> None:
+    """Note that the storages among the arguments of a call belong to a tensor."""
+    for argument in arguments if isinstance(arguments, tuple) else ():
+        if isinstance(argument, NamedStorage):
+            argument.is_used = True
 
 
 class _Elements(dict[int, Any]):
@@ -258,10 +265,7 @@ class _Elements(dict[int, Any]):
         storage = self._read_memory(value.untyped_storage())
         place = value.storage_offset(), value.shape, value.stride()
         tensor = torch.empty(0, dtype=value.dtype, device="cpu").set_(storage, *place)
-        if value.is_conj():
-            tensor = tensor.conj()
-        if value.is_neg():
-            tensor = torch._neg_view(tensor)  # noqa: SLF001 - there is no other way to make one
+        tensor = with_lazy_bits(tensor, conj=value.is_conj(), neg=value.is_neg())
         if isinstance(value, torch.nn.Parameter):
             return torch.nn.Parameter(tensor, value.requires_grad)
         return tensor.requires_grad_() if value.requires_grad else tensor

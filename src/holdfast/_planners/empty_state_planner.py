@@ -10,7 +10,7 @@ from holdfast._format.item_table import StorageInfo
 from holdfast._human_units import some_of
 from holdfast._plan.flatten import containers_of, flat_key, paths_of, unflatten
 from holdfast._planners.load_planner import DefaultLoadPlanner
-from holdfast._torch_compat import to_ours
+from holdfast._torch_compat.torch_records import to_ours
 from holdfast.errors import MetadataFormatError, MissingKeyError, UsageError
 from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, TensorStorageMetadata
 

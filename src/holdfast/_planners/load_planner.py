@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from holdfast._known_methods import known_to_engine
-from holdfast._objects import decode_object
+from holdfast._objects.decode import decode_object
 from holdfast._plan.fit import plan_load
 from holdfast._plan.flatten import Slot, Structure, flatten
 from holdfast._plan.metadata_entries import directory_of
@@ -23,7 +23,7 @@ from holdfast._tensors.chunks import find_chunk, is_any_tensor, is_without_memor
 from holdfast._tensors.dtensors import narrowed
 from holdfast._tensors.layout_table import LayoutTable
 from holdfast._tensors.meta_memory import MetaMemory
-from holdfast._torch_compat import serves_torch, to_ours
+from holdfast._torch_compat.torch_records import serves_torch, to_ours
 from holdfast.errors import UsageError
 from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex
 from holdfast.planner import LoadPlan, LoadPlanner, ReadItem

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from holdfast._objects import encode_object
+from holdfast._objects.encode import encode_object
 from holdfast._plan.flatten import flatten, merge_structures
 from holdfast._plan.global_plan import describe, find_problems, merge
 from holdfast._plan.kept_values import refuse_reserved, rename_kept, why_not_kept
@@ -25,7 +25,7 @@ from holdfast._plan.write_columns import WriteItems
 from holdfast._tensors.checkpointable import describes_itself
 from holdfast._tensors.chunks import find_box, find_chunk, is_any_tensor, is_tensor, local_chunks
 from holdfast._tensors.layout_table import LayoutTable
-from holdfast._torch_compat import called_by_torch_without_cached_plans, serves_torch, to_ours
+from holdfast._torch_compat.torch_records import called_by_torch_without_cached_plans, serves_torch, to_ours
 from holdfast._user_warning import warn_user
 from holdfast.errors import InvalidPlanError, UsageError
 from holdfast.metadata import STATE_DICT_TYPE, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta

@@ -87,10 +87,13 @@ class Listener:
         return number <= self._latest and number not in self._sessions
 
     def _close_broadcast(self, key: bytes) -> None:
-        connection = self._for_broadcasts.pop(key, None)
-        if connection is not None:
-            self._loop.disown(connection)
-            connection.close()
+        if key in self._for_broadcasts:
+            self._close(self._for_broadcasts.pop(key))
+
+    def _close(self, connection: socket.socket) -> None:
+        self._loop.disown(connection)
+        self._loop.forget(connection)
+        connection.close()
 
     def wait_for_broadcast(self, key: bytes, check: Callable[[], None]) -> socket.socket:
         """Return the connection for a broadcast. ``check`` is called while it has not come, and may raise."""
@@ -137,9 +140,7 @@ class Listener:
     def _close_unproved(self, connection: socket.socket) -> None:
         if connection in self._unproved:
             del self._unproved[connection]
-            self._loop.disown(connection)
-            self._loop.forget(connection)
-            connection.close()
+            self._close(connection)
 
     def _receive(self, connection: socket.socket, challenge: bytes, received: bytearray) -> None:
         try:

@@ -113,10 +113,8 @@ class WorkerEnd:
         """Tell the coordinator that this rank has done its part, or failed to."""
         kind = MessageKind.PART
         if failure is not None:
-            kind, part = (
-                MessageKind.FAILED_PART,
-                pack(SessionFailure(label.step, {self._rank: PackedFailure.of(failure)})),
-            )
+            kind = MessageKind.FAILED_PART
+            part = pack(SessionFailure(label.step, {self._rank: PackedFailure.of(failure)}))
         message = Message(kind, number, step, [*encode(tuple(label)), *part])
         self._loop.call(lambda: self._loop.post(self._peer, message))
 

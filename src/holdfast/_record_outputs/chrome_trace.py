@@ -39,11 +39,9 @@ def chrome_trace(record: TransferRecord) -> dict[str, Any]:
 
 def _names(rank: RankRecord, *, is_slowest: bool) -> list[dict[str, Any]]:
     name = f"rank {rank.rank} (slowest)" if is_slowest else f"rank {rank.rank}"
-    named = [
+    named: list[tuple[str, int, dict[str, Any]]] = [
         ("process_name", _PHASES, {"name": name}),
         ("process_sort_index", _PHASES, {"sort_index": rank.rank}),
-    ]
-    named += [
         ("thread_name", _PHASES, {"name": "phases"}),
         ("thread_name", _WAITS, {"name": "waits for others"}),
     ]

@@ -8,8 +8,6 @@ from typing import Any
 
 from holdfast._transfer_record import TransferRecord
 
-__all__ = ["PrometheusFile"]
-
 
 class PrometheusFile:
     """A listener that keeps a file with figures of the last save and the last load.

@@ -55,7 +55,7 @@ class Policy:
     def __or__(self, other: "Policy") -> "AnyOf":
         if not isinstance(other, Policy):
             return NotImplemented
-        return AnyOf((*_parts(self), *_parts(other)))
+        return AnyOf((*policies_in(self), *policies_in(other)))
 
 
 class KeepPolicy(Policy):
@@ -325,7 +325,7 @@ def steps_to_delete(keep: KeepPolicy, steps: Sequence[StepFacts]) -> list[int]:
 
 def check_policy(policy: object, kind: type[Policy], argument: str) -> None:
     """Raise UsageError if a policy, or a part of it, is not of the kind that an argument takes."""
-    for part in _parts(policy) if isinstance(policy, Policy) else [policy]:
+    for part in policies_in(policy) if isinstance(policy, Policy) else [policy]:
         if isinstance(part, kind):
             continue
         other = {KeepPolicy: "when", WhenPolicy: "keep"}[kind]
@@ -339,10 +339,6 @@ def check_policy(policy: object, kind: type[Policy], argument: str) -> None:
 
 def policies_in(policy: Policy) -> tuple[Policy, ...]:
     """A policy as its parts: those that ``|`` has joined."""
-    return _parts(policy)
-
-
-def _parts(policy: Policy) -> tuple[Policy, ...]:
     return policy.policies if isinstance(policy, AnyOf) else (policy,)
 
 

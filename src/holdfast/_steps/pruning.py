@@ -9,16 +9,16 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from holdfast._format.foreign_manifest import manifest_of_torch
 from holdfast._format.manifest import file_sizes_in
-from holdfast._format.metadata_file import split
+from holdfast._format.metadata_file import LARGEST_METADATA, split
 from holdfast._format.names import METADATA
-from holdfast._format.torch_manifest import manifest_of_torch
 from holdfast._format.torch_pickle import read_torch_metadata
 from holdfast._io.store import ByteStore, FileSource
 from holdfast._steps.policies import KeepPolicy, policies_in, steps_to_delete
 from holdfast._steps.root_files import damaged_name
 from holdfast._steps.run_root import RunRoot
-from holdfast._steps.step_deletion import MOST_METADATA, delete_step, finish_deletion
+from holdfast._steps.step_deletion import delete_step, finish_deletion
 from holdfast._steps.step_list import Step, StepList
 from holdfast._steps.step_metadata import facts_of
 from holdfast.errors import CheckpointError
@@ -135,7 +135,7 @@ def find_problem(place: FileSource) -> str | None:
     """
     path = f"{place.url}/{METADATA}"
     try:
-        sections = split(place.read(METADATA, max_bytes=MOST_METADATA), path=path)
+        sections = split(place.read(METADATA, max_bytes=LARGEST_METADATA), path=path)
         if sections.manifest is not None:
             expected: dict[str, int | None] = dict(file_sizes_in(sections.manifest, path=path))
         else:

@@ -8,14 +8,12 @@ names the files, so that a save into the same folder that has begun since loses 
 import json
 
 from holdfast._format.manifest import file_names_in
-from holdfast._format.metadata_file import split
+from holdfast._format.metadata_file import LARGEST_METADATA, split
 from holdfast._format.names import METADATA, metadata_rank, parse_data_file, save_of_lease
 from holdfast._io.living_leases import living_and_dead
 from holdfast._io.store import ByteStore
 from holdfast._steps.root_files import deleting_name, marks_of_damage, pinned_name, read_json
 from holdfast._steps.step_list import Step
-
-MOST_METADATA = 16 << 30
 
 
 def delete_step(root: ByteStore, place: ByteStore, step: Step) -> bool:
@@ -82,5 +80,5 @@ def _is_from_before(place: ByteStore, name: str, began_ns: int | None) -> bool:
 def _named_files(place: ByteStore) -> set[str]:
     """The data files that the metadata of a folder names; none if torch wrote it."""
     path = f"{place.url}/{METADATA}"
-    manifest = split(place.read(METADATA, max_bytes=MOST_METADATA), path=path).manifest
+    manifest = split(place.read(METADATA, max_bytes=LARGEST_METADATA), path=path).manifest
     return set() if manifest is None else set(file_names_in(manifest, path=path))

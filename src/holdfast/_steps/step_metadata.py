@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from holdfast._format import metadata_file
 from holdfast._format.manifest import user_metadata_in
+from holdfast._format.metadata_file import LARGEST_METADATA, split
 from holdfast._format.names import METADATA
 from holdfast._io import pool
 from holdfast._io.store import ByteStore, FileSource
@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 METRICS, USER, STEP = "metrics", "metadata", "step"
 """What the manager puts into the user metadata of a checkpoint."""
-_MOST_BYTES = 16 << 30
 
 
 def read_user_metadata(place: FileSource) -> dict[str, Any]:
@@ -35,7 +34,7 @@ def read_user_metadata(place: FileSource) -> dict[str, Any]:
         IntegrityError: Its metadata is damaged.
     """
     path = f"{place.url}/{METADATA}"
-    sections = metadata_file.split(place.read(METADATA, max_bytes=_MOST_BYTES), path=path)
+    sections = split(place.read(METADATA, max_bytes=LARGEST_METADATA), path=path)
     return {} if sections.manifest is None else user_metadata_in(sections.manifest, path=path)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from holdfast._format import metadata_file
 from holdfast._format.manifest import file_names_in
+from holdfast._format.metadata_file import LARGEST_METADATA
 from holdfast._format.names import (
     METADATA,
     SAVE_DIGITS,
@@ -24,7 +25,6 @@ from holdfast._human_units import some_of
 from holdfast._io.lease import Lease
 from holdfast._io.store import ByteStore
 from holdfast._storage.metadata_reading import load_metadata
-from holdfast._storage.reading import LARGEST_METADATA
 from holdfast.errors import CheckpointError, CheckpointNotFoundError
 
 logger = logging.getLogger(__name__)

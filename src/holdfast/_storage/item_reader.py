@@ -5,31 +5,24 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast._contents.item_bytes import ItemBytes
+from holdfast._contents.item_bytes import ItemBytes, ItemRules
 from holdfast._format.item_table import StorageInfo
-from holdfast._io.pool import Budget, Cancellation
+from holdfast._io.pool import Budget
 from holdfast._storage.destinations import PlannerCalls
 from holdfast._storage.open_files import SharedFile
-from holdfast.extension import ExtensionRegistry
 
 
-@dataclass(frozen=True)
-class ReadContext:
+@dataclass(frozen=True, kw_only=True)
+class ReadContext(ItemRules):
     """What all jobs of one load share.
 
     Attributes:
         calls: How the planner is called.
-        registry: Makes transforms from their descriptors.
         budget: Bounds the scratch memory of all jobs together.
-        cancellation: Says that another job failed.
-        verify: Whether checksums are compared.
     """
 
     calls: PlannerCalls
-    registry: ExtensionRegistry
     budget: Budget
-    cancellation: Cancellation
-    verify: bool = True
 
 
 class Chunk(NamedTuple):
@@ -46,7 +39,8 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ItemReader(ItemBytes[ReadContext]):
+class ItemReader(ItemBytes):
     """Reads one item of a file for a load."""
 
+    context: ReadContext
     file: SharedFile

@@ -14,7 +14,7 @@ from holdfast._io.streams import write_all
 from holdfast._plan.write_columns import columns_of
 from holdfast._storage.item_writer import ItemWriter
 from holdfast._storage.writing import deal_by_size
-from holdfast._torch_compat import to_ours
+from holdfast._torch_compat.torch_records import to_ours
 from holdfast.errors import UsageError
 from holdfast.extension import StreamTransformExtension
 from holdfast.planner import SavePlan, WriteItem, WriteItemType

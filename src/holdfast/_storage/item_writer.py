@@ -15,7 +15,7 @@ from holdfast._format.torch_item import SMALL_ALIGNMENT, ItemFrame
 from holdfast._io.blocks import BLOCK_SIZE, BlockSums, block_checksums, combine_blocks, crc32
 from holdfast._io.file_access import FileWriter
 from holdfast._io.streams import byte_view, write_all
-from holdfast._objects import StoredObject
+from holdfast._objects.object_streams import StoredObject
 from holdfast._plan.write_columns import WriteColumns
 from holdfast._storage.results import WrittenItems
 from holdfast._storage.small_items import SMALL, ItemTemplate, frame_of, template_of

@@ -5,10 +5,10 @@ from typing import Any
 
 from holdfast._contents.nested_state import Container
 from holdfast._format import metadata_file
+from holdfast._format.foreign_manifest import manifest_of_torch
 from holdfast._format.manifest import Manifest, decode, decode_user_metadata
 from holdfast._format.paths import decode_containers, decode_paths
 from holdfast._format.stored_record import open_record
-from holdfast._format.torch_manifest import manifest_of_torch
 from holdfast._format.torch_pickle import read_plain_pickle, read_torch_metadata
 from holdfast._plan.flatten import Structure
 from holdfast._plan.metadata_entries import MetadataEntries

@@ -2,8 +2,8 @@
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
+from holdfast._format.item_table import Payload
 from holdfast._io.file_access import FileReader
 from holdfast._io.progress import STRIDE, ProgressTracker
 from holdfast._io.store import FileSource
@@ -39,9 +39,9 @@ class SharedFile:
         self._open().read_into(offset, view)
         self._report(len(view))
 
-    def read_blocks_into(self, view: memoryview, **where: Any) -> None:
+    def read_blocks_into(self, view: memoryview, payload: Payload, start: int) -> None:
         """As ``FileReader.read_blocks_into``; only for the jobs of this file."""
-        self._open().read_blocks_into(view, **where)
+        self._open().read_blocks_into(view, payload, start)
         self._report(len(view))
 
     def _report(self, nbytes: int) -> None:

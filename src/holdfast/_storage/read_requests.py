@@ -42,7 +42,7 @@ class FileRequest:
         self.lines.append((info, item))
         part = info.length if item.type == LoadItemType.BYTE_IO else 8 * item.lengths.numel()
         self.nbytes += min(info.length, part)
-        self._reach(info.offset + info.length, item.dest_index.fqn)
+        self._reach(info.end, item.dest_index.fqn)
 
     def add_rows(
         self,

@@ -9,13 +9,14 @@ from functools import partial
 from holdfast._collector import paused_collector
 from holdfast._contents.item_bytes import naming
 from holdfast._contents.object_bytes import read_object
+from holdfast._format.metadata_file import LARGEST_METADATA
 from holdfast._format.names import METADATA, metadata_name, metadata_rank
 from holdfast._human_units import some_of
 from holdfast._io import pool
 from holdfast._io.pool import Budget, Cancellation
 from holdfast._io.progress import ProgressTracker
 from holdfast._io.store import FileSource
-from holdfast._objects import LoadedObject
+from holdfast._objects.object_streams import LoadedObject
 from holdfast._storage.absence import explain_absence
 from holdfast._storage.destinations import PlannerCalls
 from holdfast._storage.item_reader import Chunk, ItemReader, ReadContext
@@ -35,7 +36,6 @@ from holdfast.extension import ExtensionRegistry
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-LARGEST_METADATA = 16 << 30
 _REMEDY = (
     "The metadata names it: it was deleted, was not copied with the rest, or another save has replaced the "
     "checkpoint since the load began. Put it back, or load another checkpoint."
@@ -120,7 +120,7 @@ def read_items(
     """
     cancellation = Cancellation()
     calls = PlannerCalls(planner)
-    context = ReadContext(calls, registry, Budget(budget, cancellation), cancellation, verify)
+    context = ReadContext(registry, cancellation, verify, calls=calls, budget=Budget(budget, cancellation))
     files: list[SharedFile] = []
     try:
         with paused_collector():

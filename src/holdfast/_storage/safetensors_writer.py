@@ -32,7 +32,8 @@ from holdfast._storage.safetensors_owners import StreamPlaces, tell_owners, tell
 from holdfast._storage.safetensors_streams import write_streams
 from holdfast._storage.safetensors_writing import write_chunks
 from holdfast._storage.store_writer import StoreWriter, fill_metadata
-from holdfast._torch_compat import our_save_planner, to_ours, to_torch
+from holdfast._torch_compat.torch_plugins import our_save_planner
+from holdfast._torch_compat.torch_records import to_ours, to_torch
 from holdfast.errors import IncompleteWriteError, UsageError
 from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan, SavePlanner

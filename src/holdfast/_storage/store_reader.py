@@ -18,7 +18,8 @@ from holdfast._storage.reading import read_items, read_metadata_file, read_own_p
 from holdfast._storage.shared_reads import read_together
 from holdfast._storage.store_place import AtStore, new_id
 from holdfast._storage.store_writer import DEFAULT_BUDGET
-from holdfast._torch_compat import called_by_torch, our_load_planner, to_ours, to_torch
+from holdfast._torch_compat.torch_plugins import our_load_planner
+from holdfast._torch_compat.torch_records import called_by_torch, to_ours, to_torch
 from holdfast.errors import UsageError
 from holdfast.extension import ExtensionRegistry
 from holdfast.metadata import Metadata, StorageMeta

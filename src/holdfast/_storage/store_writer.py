@@ -38,7 +38,8 @@ from holdfast._storage.metadata_writing import VERSION, dump_manifest, make_mani
 from holdfast._storage.results import result_columns
 from holdfast._storage.store_place import AtStore, new_id
 from holdfast._storage.writing import write_items
-from holdfast._torch_compat import our_save_planner, to_ours, to_torch
+from holdfast._torch_compat.torch_plugins import our_save_planner
+from holdfast._torch_compat.torch_records import to_ours, to_torch
 from holdfast.errors import (
     AccessDeniedError,
     CheckpointExistsError,

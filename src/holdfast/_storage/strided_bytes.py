@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast._geometry import Box, row_major_strides, volume
+from holdfast._geometry import Box, is_row_major, volume
 from holdfast._tensors.host import memory_of
 
 _SCRATCH = 32 << 20
@@ -41,14 +41,7 @@ class StridedTensor(NamedTuple):
     @property
     def is_row_major(self) -> bool:
         """Whether the bytes of the file are its elements in row-major order."""
-        if self.conj or self.neg:
-            return False
-        wanted = row_major_strides(self.shape)
-        # A dimension of one element may have any stride.
-        return not self.nbytes or all(
-            length == 1 or stride == expected
-            for length, stride, expected in zip(self.shape, self.strides, wanted, strict=True)
-        )
+        return not (self.conj or self.neg) and is_row_major(self.shape, self.strides)
 
     def read_into(self, read: Callable[[int, memoryview], None], offset: int, view: memoryview) -> None:
         """Fill ``view`` with its bytes in row-major order, from byte ``offset`` of them on.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from holdfast._format.torch_item_zip import Archive, ArchiveRecord
 from holdfast._io import pool
 from holdfast._io.file_access import FileReader
-from holdfast._objects import encode_object
+from holdfast._objects.encode import encode_object
 from holdfast._objects.saved_state import SavedState, StorageRecord
 from holdfast._plan.flatten import Structure, flatten
 from holdfast._storage.strided_bytes import StridedTensor

@@ -3,10 +3,9 @@
 The metadata has the form of our own checkpoints, so that whatever reads those reads these.
 """
 
-from typing import Any
-
-from holdfast._format.description import OBJECT, TENSOR, column, concatenated, numbered
+from holdfast._format.foreign_manifest import foreign_manifest
 from holdfast._format.manifest import Manifest
+from holdfast._format.torch_pickle_records import TorchObject, TorchProperties, TorchTensor
 from holdfast._io.blocks import BLOCK_SIZE
 from holdfast._plan.metadata_entries import MetadataEntries
 from holdfast._storage.item_places import ItemPlaces, StorageData
@@ -34,64 +33,37 @@ def read_torch_save_metadata(source: TorchSaveSource) -> Metadata:
 def torch_save_manifest(source: TorchSaveSource) -> Manifest:
     """What the file of a source holds, without its structure; raises what the metadata does."""
     contents = source.contents
-    items = contents.items
-    tensors = [item for item in items.values() if item.tensor is not None]
-    shapes = [item.tensor.shape for item in tensors if item.tensor is not None]
-    properties, used = numbered(
-        (
-            str(item.tensor.dtype).removeprefix("torch."),
-            "strided",
-            item.requires_grad,
-            "contiguous_format",
-            False,
-        )
-        for item in tensors
-        if item.tensor is not None
-    )
-    return Manifest(
-        save_id="",
-        created_ns=0,
+    items = list(contents.items.values())
+    sizes = [item.nbytes for item in items]
+    columns = {
+        "files": [0 if item.in_file else 1 for item in items],
+        "offsets": [item.offset for item in items],
+        "nbytes": sizes,
+        # Values that are not tensors are read with their containers.
+        "payload_nbytes": [-1 if item.tensor is None else item.nbytes for item in items],
+        "raw_nbytes": sizes,
+        "blocks": [len(_checksums(item)) // 4 for item in items],
+    }
+    return foreign_manifest(
+        {key: _entry(item) for key, item in contents.items.items()},
+        columns,
+        {source.name: contents.nbytes, source.others_name: contents.others_nbytes},
         software="torch.save",
         world_size=1,
-        block_size=BLOCK_SIZE,
         checkpoint_id=source.path,
-        file_names=[source.name, source.others_name],
-        file_nbytes=column([contents.nbytes, contents.others_nbytes], "q"),
-        transforms=[[]],
-        checksums=b"".join(map(_checksums, items.values())),
-        paths=[],
-        containers=[],
-        keys=list(items),
-        kinds=bytes(OBJECT if item.tensor is None else TENSOR for item in items.values()),
-        properties=properties,
-        tensor_properties=column(used, "I"),
-        tensor_ndims=bytes(map(len, shapes)),
-        tensor_shapes=column(concatenated(shapes), "q"),
-        tensor_chunks=column([1] * len(shapes), "I"),
-        chunk_offsets=column([0] * sum(map(len, shapes)), "q"),
-        chunk_lengths=column(concatenated(shapes), "q"),
-        **_item_columns(list(items.values())),
+        checksums=b"".join(map(_checksums, items)),
     )
+
+
+def _entry(item: SavedItem) -> TorchTensor | TorchObject:
+    if item.tensor is None:
+        return TorchObject()
+    dtype, shape = str(item.tensor.dtype).removeprefix("torch."), tuple(item.tensor.shape)
+    properties = TorchProperties(dtype, requires_grad=item.requires_grad)
+    return TorchTensor(properties, shape, [((0,) * len(shape), shape)])
 
 
 def _checksums(item: SavedItem) -> bytes:
     """The checksum of its one block, if it has no more: the file has one checksum for each storage."""
     is_known = item.crc32 is not None and 0 < item.nbytes <= BLOCK_SIZE
     return item.crc32.to_bytes(4, "little") if is_known and item.crc32 is not None else b""
-
-
-def _item_columns(items: list[SavedItem]) -> dict[str, Any]:
-    zeros = [0] * len(items)
-    sizes = [item.nbytes for item in items]
-    return {
-        "item_files": column([0 if item.in_file else 1 for item in items], "I"),
-        "item_offsets": column([item.offset for item in items], "q"),
-        "item_nbytes": column(sizes, "q"),
-        "item_transforms": column(zeros, "I"),
-        "item_payload_offsets": column(zeros, "q"),
-        # Values that are not tensors are read with their containers.
-        "item_payload_nbytes": column([-1 if item.tensor is None else item.nbytes for item in items], "q"),
-        "item_raw_nbytes": column(sizes, "q"),
-        "item_blocks": column([len(_checksums(item)) // 4 for item in items], "I"),
-        "item_wrap_checksums": column(zeros, "I"),
-    }

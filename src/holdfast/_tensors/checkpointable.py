@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast._tensors.dtensors import local_tensor, narrowed
-from holdfast._torch_compat import to_ours, to_torch
+from holdfast._torch_compat.torch_records import to_ours, to_torch
 from holdfast.errors import PlanError
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex
 from holdfast.planner import WriteItem, WriteItemType
@@ -92,7 +92,7 @@ def memory_of_box(value: Any, key: str, box: ChunkStorageMetadata) -> torch.Tens
     Raises:
         PlanError: What the value gives for it has another shape, or no memory.
     """
-    around = next((held for held in held_boxes(value) if _contains(held, box)), box)
+    around = next((held for held in held_boxes(value) if starts_in(held, box) is not None), box)
     memory = value.__get_tensor_shard__(to_torch(MetadataIndex(key, around.offsets)))
     if not isinstance(memory, torch.Tensor) or memory.shape != around.sizes:
         found = tuple(memory.shape) if isinstance(memory, torch.Tensor) else type(memory).__name__
@@ -103,15 +103,16 @@ def memory_of_box(value: Any, key: str, box: ChunkStorageMetadata) -> torch.Tens
             expected=tuple(around.sizes),
             found=found,
         )
-    starts = [a - b for a, b in zip(box.offsets, around.offsets, strict=True)]
-    return narrowed(memory.detach(), starts, box.sizes)
+    return narrowed(memory.detach(), starts_in(around, box) or (), box.sizes)
 
 
-def _contains(box: ChunkStorageMetadata, part: ChunkStorageMetadata) -> bool:
-    return len(box.sizes) == len(part.sizes) and all(
-        start <= at and at + length <= start + whole
-        for start, whole, at, length in zip(box.offsets, box.sizes, part.offsets, part.sizes, strict=True)
-    )
+def starts_in(box: ChunkStorageMetadata, part: ChunkStorageMetadata) -> list[int] | None:
+    """Where a part of a box begins in it; None if it reaches out of the box."""
+    if len(box.sizes) != len(part.sizes):
+        return None
+    starts = [a - b for a, b in zip(part.offsets, box.offsets, strict=True)]
+    room = [a - b for a, b in zip(box.sizes, part.sizes, strict=True)]
+    return starts if all(0 <= start <= most for start, most in zip(starts, room, strict=True)) else None
 
 
 def shards_wrapper(value: Any) -> Any | None:

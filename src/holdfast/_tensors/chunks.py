@@ -20,6 +20,7 @@ from holdfast._tensors.checkpointable import (
     held_boxes,
     held_shards,
     memory_of_box,
+    starts_in,
     whole_shape,
 )
 from holdfast._tensors.dtensors import local_tensor, memory_of_piece, narrowed, with_local_memory
@@ -278,9 +279,8 @@ def find_box(
         # Nearly always a rank has one chunk, and the box is all of it.
         return _memory_of_chunk(value, 0, key, layouts)
     for number, chunk in enumerate(chunks):
-        starts = [a - b for a, b in zip(box.offsets, chunk.offsets, strict=True)]
-        room = [b - a for a, b in zip(box.sizes, chunk.sizes, strict=True)]
-        if all(0 <= start <= most for start, most in zip(starts, room, strict=True)):
+        starts = starts_in(chunk, box)
+        if starts is not None:
             return narrowed(_memory_of_chunk(value, number, key, layouts), starts, box.sizes)
     if is_sharded(value) and describes_itself(value):
         # It may write other boxes than those that it loads into.

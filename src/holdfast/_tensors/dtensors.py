@@ -178,18 +178,23 @@ def around(value: DTensor, local: torch.Tensor) -> DTensor:
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def with_local_memory(value: DTensor, device: torch.device) -> DTensor:
-    """The same tensor, a parameter if it was one, with new, uninitialized memory for this rank's part."""
-    if isinstance(value, PartOfShard):
-        return around(value, torch.empty_like(local_tensor(value).detach(), device=device))
-    made = DTensor.from_local(
-        torch.empty_like(local_tensor(value).detach(), device=device),
+def empty_shards(value: DTensor, device: torch.device, dtype: torch.dtype | None = None) -> DTensor:
+    """A DTensor with the layout of ``value`` and new, uninitialized memory for this rank's part."""
+    return DTensor.from_local(
+        torch.empty_like(local_tensor(value).detach(), dtype=dtype, device=device),
         value.device_mesh,
         value.placements,
         run_check=False,
         shape=value.shape,
         stride=value.stride(),
     )
+
+
+def with_local_memory(value: DTensor, device: torch.device) -> DTensor:
+    """The same tensor, a parameter if it was one, with new, uninitialized memory for this rank's part."""
+    if isinstance(value, PartOfShard):
+        return around(value, torch.empty_like(local_tensor(value).detach(), device=device))
+    made = empty_shards(value, device)
     if isinstance(value, torch.nn.Parameter):
         parameter: Any = torch.nn.Parameter(made, requires_grad=value.requires_grad)
         return parameter  # type: ignore[no-any-return]

@@ -5,16 +5,16 @@ from collections.abc import Iterator
 
 import torch
 
+from holdfast._io.streams import memory_at
+
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, writable; it keeps the tensor alive."""
     nbytes = tensor.numel() * tensor.itemsize
     if nbytes == 0:
         return memoryview(bytearray())
-    # ctypes rather than numpy: it knows every dtype, and numpy is not among our dependencies.
-    memory = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
-    memory.owner = tensor  # type: ignore[attr-defined]
-    return memoryview(memory).cast("B")
+    # Not by numpy, which does not know every dtype.
+    return memory_at(tensor.data_ptr(), nbytes, tensor)
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:

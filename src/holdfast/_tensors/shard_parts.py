@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -10,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from holdfast._geometry import row_major_strides
 from holdfast._tensors.dtensors import PartOfShard, cuts_of, divided_as
 from holdfast._tensors.mesh_layout import Piece
 from holdfast.errors import PlanError
@@ -103,7 +103,7 @@ def _unflatten(
     local: torch.Tensor, parts: Mapping[str, torch.Tensor], context: Any, shape: Any
 ) -> torch.Tensor:
     made: torch.Tensor = type(local).__tensor_unflatten__(  # type: ignore[attr-defined]
-        parts, context, torch.Size(shape), _strides(shape)
+        parts, context, torch.Size(shape), row_major_strides(shape)
     )
     return made
 
@@ -232,9 +232,5 @@ def _spec(whole: DTensor, shape: tuple[int, ...], dtype: torch.dtype, dims: Part
     for cut in cuts_of(whole):
         is_everywhere = cut is None or dims.get(cut.dim, cut.dim) is None
         placements.append(Replicate() if is_everywhere else Shard(dims.get(cut.dim) or 0))  # type: ignore[union-attr]
-    about = TensorMeta(torch.Size(shape), _strides(shape), dtype)
+    about = TensorMeta(torch.Size(shape), row_major_strides(shape), dtype)
     return DTensorSpec(whole.device_mesh, tuple(placements), tensor_meta=about)
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[number + 1 :]) for number in range(len(shape)))

@@ -23,7 +23,7 @@ def make_subclass(stored: TensorParts, parameter: torch.Tensor | None, device: t
     Raises:
         PlanError: Its class is not imported, or cannot be divided as the parameter is.
     """
-    whole = _on_meta(stored).rebuild()
+    whole = stored.with_parts(_on_meta).rebuild()
     if not isinstance(parameter, DTensor) or parameter.shape != whole.shape:
         return _with_memory(whole, device)
     about = TensorMeta(whole.shape, whole.stride(), whole.dtype)
@@ -37,14 +37,10 @@ def make_subclass(stored: TensorParts, parameter: torch.Tensor | None, device: t
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def _on_meta(stored: TensorParts) -> TensorParts:
-    made: dict[str, Any] = {}
-    for name, part in stored.items():
-        if isinstance(part, TensorParts):
-            made[name] = _on_meta(part)
-        elif isinstance(part, TensorStorageMetadata):
-            made[name] = torch.empty(part.size, dtype=part.properties.dtype, device="meta")
-    return TensorParts(made, about=stored.about)
+def _on_meta(stored: Any) -> torch.Tensor | None:
+    if not isinstance(stored, TensorStorageMetadata):
+        return None  # the class will not take it
+    return torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
 
 
 def _cut_out(whole: torch.Tensor, offsets: Any, lengths: Any, stored: TensorParts) -> torch.Tensor:
@@ -65,14 +61,5 @@ def _indivisible(stored: TensorParts, reason: str) -> PlanError:
 
 
 def _with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return put_together(tensor, _filled(take_apart(tensor, "?"), device))
-
-
-def _filled(parts: TensorParts, device: torch.device) -> TensorParts:
-    made = {
-        name: _filled(part, device)
-        if isinstance(part, TensorParts)
-        else torch.empty_like(part, device=device)
-        for name, part in parts.items()
-    }
-    return TensorParts(made, about=parts.about)
+    parts = take_apart(tensor, "?")
+    return put_together(tensor, parts.with_parts(lambda part: torch.empty_like(part, device=device)))

@@ -4,7 +4,7 @@ Such a class has ``__tensor_flatten__`` and ``__tensor_unflatten__``: quantized 
 states, float8 tensors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -52,6 +52,14 @@ class TensorParts(dict[str, Any]):
     def class_name(self) -> str:
         """The class of the tensor, with its module."""
         return ".".join(map(str, self.about.get("class", ())))
+
+    def with_parts(self, change: Callable[[Any], Any]) -> "TensorParts":
+        """The same with ``change`` of each part that has no parts itself."""
+        made = {
+            name: part.with_parts(change) if isinstance(part, TensorParts) else change(part)
+            for name, part in self.items()
+        }
+        return TensorParts(made, about=self.about)
 
     def rebuild(self) -> torch.Tensor:
         """The tensor that these are the parts of, around the very tensors that are in this dict.

@@ -21,28 +21,6 @@ from holdfast._format.typed_key import TypedKey
 F = TypeVar("F", bound=Callable[..., Any])
 
 _PACKAGE = "torch.distributed.checkpoint"
-_RECORDS = {
-    "metadata": [
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "StorageMeta",
-        "Metadata",
-        "MetadataIndex",
-    ],
-    "planner": [
-        "WriteItemType",
-        "LoadItemType",
-        "BytesIOWriteData",
-        "TensorWriteData",
-        "WriteItem",
-        "ReadItem",
-        "SavePlan",
-        "LoadPlan",
-    ],
-    "storage": ["WriteResult"],
-}
 _OURS: dict[str, ModuleType] = {
     "metadata": our_metadata_module,
     "planner": our_planner_module,
@@ -59,12 +37,19 @@ def _torch_class(module: str, name: str) -> type | None:
 def _tables(_: bool) -> tuple[dict[type, type], dict[type, type]]:
     """Our class for each of torch's, and torch's for each of ours."""
     ours: dict[type, type] = {}
-    for module, names in _RECORDS.items():
-        for name in names:
+    for module, home in _OURS.items():
+        for name, mine in vars(home).items():
             theirs = _torch_class(module, name)
-            if theirs is not None:
-                ours[theirs] = getattr(_OURS[module], name)
+            if theirs is not None and _is_record(mine, home):
+                ours[theirs] = mine
     return ours, {mine: theirs for theirs, mine in ours.items()}
+
+
+def _is_record(value: Any, home: ModuleType) -> bool:
+    """Whether a value is one of the records that a module defines: a dataclass or an enumeration."""
+    if not isinstance(value, type) or value.__module__ != home.__name__:
+        return False
+    return dataclasses.is_dataclass(value) or issubclass(value, enum.Enum)
 
 
 def _current_tables() -> tuple[dict[type, type], dict[type, type]]:

@@ -36,48 +36,44 @@ def _slices(box: Box) -> tuple[slice, ...]:
 class NumpyArrays:
     """Arrays of numpy. bfloat16 and float8 need the package ml_dtypes."""
 
-    def empty(self, shape: Ints, dtype: str) -> Any:
-        """An array; see ``Arrays``."""
+    def __init__(self) -> None:
         import numpy as np  # noqa: PLC0415 - whoever looks at keys alone does not wait for it
 
-        return np.empty(shape, _numpy_dtype(dtype))
+        self._np: Any = np
+
+    def empty(self, shape: Ints, dtype: str) -> Any:
+        """An array; see ``Arrays``."""
+        return self._np.empty(shape, self._dtype(dtype))
 
     def memory_of(self, array: Any) -> memoryview:
         """Its bytes; see ``Arrays``."""
-        import numpy as np  # noqa: PLC0415
-
-        return byte_view(array.reshape(-1).view(np.uint8))
+        return byte_view(array.reshape(-1).view(self._np.uint8))
 
     def put(self, array: Any, box: Box, content: memoryview, strides: Ints, first: int) -> None:
         """Copy; see ``Arrays``."""
-        import numpy as np  # noqa: PLC0415
-
         size = array.dtype.itemsize
         steps = tuple(stride * size for stride in strides)
-        array[_slices(box)] = np.ndarray(box.lengths, array.dtype, content, first * size, steps)
+        array[_slices(box)] = self._np.ndarray(box.lengths, array.dtype, content, first * size, steps)
 
     def put_loaded(self, array: Any, box: Box, content: bytes, at: Ints) -> None:  # noqa: ARG002
         """Refused; see ``Arrays``."""
         raise UsageError("only torch can read how this tensor is stored: use its torch(), not numpy()")
 
-
-def _numpy_dtype(name: str) -> Any:
-    import numpy as np  # noqa: PLC0415
-
-    if name in _NUMPY:
-        return np.dtype(name)
-    try:
-        import ml_dtypes  # type: ignore[import-not-found]  # noqa: PLC0415
-    except ImportError as error:
-        raise UsageError(
-            f"numpy has no {name}: pip install ml_dtypes, which adds bfloat16 and float8, or read it as a "
-            'tensor of torch with framework="torch"',
-            found=name,
-        ) from error
-    found = getattr(ml_dtypes, name, None)
-    if found is None or np.dtype(found).itemsize != DTYPES[name].itemsize:
-        raise UsageError(f'numpy has no {name}: read it with framework="torch"', found=name)
-    return np.dtype(found)
+    def _dtype(self, name: str) -> Any:
+        if name in _NUMPY:
+            return self._np.dtype(name)
+        try:
+            import ml_dtypes  # type: ignore[import-not-found]  # noqa: PLC0415
+        except ImportError as error:
+            raise UsageError(
+                f"numpy has no {name}: pip install ml_dtypes, which adds bfloat16 and float8, or read it as "
+                'a tensor of torch with framework="torch"',
+                found=name,
+            ) from error
+        found = getattr(ml_dtypes, name, None)
+        if found is None or self._np.dtype(found).itemsize != DTYPES[name].itemsize:
+            raise UsageError(f'numpy has no {name}: read it with framework="torch"', found=name)
+        return self._np.dtype(found)
 
 
 class TorchArrays:

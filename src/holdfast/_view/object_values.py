@@ -43,7 +43,8 @@ class ObjectDecoder:
             except NotPlainError:
                 pass
         # It brings torch.
-        from holdfast._objects import LoadedObject, decode_object  # noqa: PLC0415
+        from holdfast._objects.decode import decode_object  # noqa: PLC0415
+        from holdfast._objects.object_streams import LoadedObject  # noqa: PLC0415
 
         stored = part.stored
         stream = LoadedObject(*stored) if stored.head else io.BytesIO(stored.payload)

@@ -16,7 +16,7 @@ import torch
 from holdfast._context import SaveContext
 from holdfast._io.progress import ProgressTracker
 from holdfast._io.store import Claim
-from holdfast._objects import StoredObject
+from holdfast._objects.object_streams import StoredObject
 from holdfast._staging.buffer_layout import Place, place_in
 from holdfast._tensors.chunks import is_sharded, is_tensor
 from holdfast._writer_process.request_planner import RequestPlanner

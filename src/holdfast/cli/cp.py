@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from holdfast._contents.checking_parts import part_jobs
 from holdfast._contents.findings import Findings
 from holdfast._contents.inventory import Inventory, read_inventory
-from holdfast._contents.opening import LARGEST_METADATA, SafetensorsModel, find_checkpoint
+from holdfast._contents.opening import SafetensorsModel, find_checkpoint
 from holdfast._format import metadata_file
+from holdfast._format.metadata_file import LARGEST_METADATA
 from holdfast._io import pool
 from holdfast._io.lease import Lease, take_lease
 from holdfast._io.places import open_place

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from holdfast._format import metadata_file
 from holdfast._format.manifest import decode
+from holdfast._format.metadata_file import LARGEST_METADATA
 from holdfast._format.names import METADATA
 from holdfast._io import pool
 from holdfast._io.store import FileSource
@@ -17,8 +18,6 @@ from holdfast._steps.step_metadata import METRICS, facts_of
 from holdfast.errors import CheckpointError
 
 __all__ = ["RunStep", "policy_text", "summarize_run"]
-
-_MOST_METADATA = 16 << 30
 
 
 class RunStep(NamedTuple):
@@ -85,7 +84,7 @@ def _read_step(place: FileSource, step: Step) -> _Read:
         return _Read(nbytes)
     path = f"{place.url}/{METADATA}"
     try:
-        stored = metadata_file.split(place.read(METADATA, max_bytes=_MOST_METADATA), path=path).manifest
+        stored = metadata_file.split(place.read(METADATA, max_bytes=LARGEST_METADATA), path=path).manifest
         manifest = None if stored is None else decode(stored, path=path)
     except (CheckpointError, OSError):
         return _Read(nbytes)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast._format.item_table import Payload
 from holdfast._io.blocks import BlockSums
 from holdfast._io.file_access import FileReader
 from holdfast._io.store import ByteStore
@@ -68,6 +69,4 @@ def read_part(
     start: int,
 ) -> None:
     """Read and check one part of the payload at ``offset``."""
-    file.read_blocks_into(
-        buffer, payload_offset=offset, payload_nbytes=nbytes, crcs=crcs, block_size=block_size, start=start
-    )
+    file.read_blocks_into(buffer, Payload(offset, nbytes, crcs, block_size), start)
