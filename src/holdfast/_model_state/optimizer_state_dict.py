@@ -91,6 +91,8 @@ def read_optimizers(
         groups += [{**group, PARAMS: [by_number[n] for n in group[PARAMS]]} for group in own[GROUPS]]
     # The caller may change what it gets. Only tensors are shared with the optimizer.
     groups = changed_leaves(groups, same_leaf)
+    if options.flatten_optimizer_state_dict:
+        _refuse_other_state(states.keys() - parameters.keys())
     found = (
         flattened(states, groups) if options.flatten_optimizer_state_dict else {STATE: states, GROUPS: groups}
     )
@@ -107,6 +109,14 @@ def read_optimizers(
         optimizers=optimizers,
     )
     return made if is_flat else {STATE: made, GROUPS: found[GROUPS]}
+
+
+def _refuse_other_state(keys: Iterable[Any]) -> None:
+    for key in keys:
+        raise ValueError(
+            f"an optimizer keeps state under {key!r}, which is none of its parameters: the flattened form has "
+            "no place for it. Leave out flatten_optimizer_state_dict=True."
+        )
 
 
 def _add_states(states: dict[Any, Any], own: dict[Any, Any], by_number: dict[Any, str]) -> None:
