@@ -43,7 +43,7 @@ class FlatRoom:
         self._take_out(entries, options)
 
     def _is_in_a_dict(self, name: str) -> bool:
-        """Whether the optimizer has this in a dict that is not flattened: torch's helpers flatten every dict."""
+        """Whether the optimizer has this in a dict that stays one; torch's helpers flatten every dict."""
         end = name.rfind(".")
         while end > 0 and not isinstance(self.before.get(name[:end]), dict):
             end = name.rfind(".", 0, end)

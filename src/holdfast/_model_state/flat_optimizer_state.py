@@ -1,7 +1,8 @@
 """The flattened form of an optimizer's state dict: one dict, with the name of a parameter in each key.
 
-A dict in the state of a parameter is flattened too if its keys are strings without dots. One with other keys, such
-as the numbers of Shampoo's preconditioners, stays a dict: a key of the flat dict could not tell what they were.
+A dict in the state of a parameter is flattened too if its keys are strings without dots. One with other
+keys, such as the numbers of Shampoo's preconditioners, stays a dict: a key of the flat dict could not tell
+what they were.
 """
 
 from collections import OrderedDict
@@ -90,7 +91,7 @@ def parameter_of(key: str, names: Collection[str]) -> str | None:
 
 
 def _known_name(rest: str, names: Collection[str]) -> str | None:
-    """The parameter at the beginning of a key: the longest one. The whole key is one if its state is a dict."""
+    """The parameter at the beginning of a key: the longest one, and all of the key if its state is a dict."""
     end = len(rest)
     while end > 0 and rest[:end] not in names:
         end = rest.rfind(".", 0, end)

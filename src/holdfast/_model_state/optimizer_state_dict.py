@@ -114,8 +114,8 @@ def read_optimizers(
 def _refuse_other_state(keys: Iterable[Any]) -> None:
     for key in keys:
         raise ValueError(
-            f"an optimizer keeps state under {key!r}, which is none of its parameters: the flattened form has "
-            "no place for it. Leave out flatten_optimizer_state_dict=True."
+            f"an optimizer keeps state under {key!r}, which is none of its parameters: the flattened form "
+            "has no place for it. Leave out flatten_optimizer_state_dict=True."
         )
 
 

@@ -1,10 +1,11 @@
 """Which ranks have left a process group: asked of the connections that gloo keeps between its ranks.
 
-The store of a group does not tell that a process has ended. gloo does: it refuses to receive from a rank whose
-connection is closed, at once (0.2 ms). Other backends are not asked, because their messages go through devices.
+The store of a group does not tell that a process has ended. gloo does: it refuses at once (0.2 ms) to receive
+from a rank whose connection is closed. Other backends are not asked: their messages go through devices.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ def departed_ranks(group: dist.ProcessGroup, ranks: Sequence[int]) -> list[int]:
     return [rank for rank in ranks[:_MOST_ASKED] if not _can_receive(backend, rank)]
 
 
-def _can_receive(backend: dist.ProcessGroup, rank: int) -> bool:
+def _can_receive(backend: Any, rank: int) -> bool:
     try:
         # What would be received is never sent; gloo forgets it with the object that this returns.
         backend.recv([torch.empty(1)], rank, _TAG)
