@@ -40,7 +40,8 @@ def describe_absence(ranks: list[int], purpose: str) -> str:
 def describe_departure(ranks: list[int], purpose: str) -> str:
     """Say that ranks have ended and have not called."""
     verb = "has" if len(ranks) == 1 else "have"
-    return f"{describe_ranks(ranks)} {verb} ended, or left the process group, without calling {purpose}: {_REMEDY}"
+    ended = f"{describe_ranks(ranks)} {verb} ended, or left the process group"
+    return f"{ended}, without calling {purpose}: {_REMEDY}"
 
 
 _REMEDY = "every rank of the process group must call it. (With no_dist=True a process works alone.)"
