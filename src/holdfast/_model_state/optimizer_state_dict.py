@@ -25,10 +25,10 @@ class NamedOptimizer:
         shared: For each of them, whether an optimizer before this one has it as well.
     """
 
-    def __init__(self, optimizer: Optimizer, known: dict[int, list[str]], seen: dict[int, int]) -> None:
+    def __init__(self, optimizer: Optimizer, known: dict[int, tuple[str, ...]], seen: dict[int, int]) -> None:
         self.optimizer = optimizer
         self.parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group[PARAMS]]
-        self.names: list[list[str]] = []
+        self.names: list[tuple[str, ...]] = []
         self.shared: list[bool] = []
         for number, parameter in enumerate(self.parameters):
             names = known.get(id(parameter))
@@ -41,7 +41,7 @@ class NamedOptimizer:
             count = seen[id(parameter)] = seen.get(id(parameter), 0) + 1
             self.shared.append(count > 1)
             # The second optimizer of a parameter has a state of its own, which needs a name of its own.
-            self.names.append(names if count == 1 else [f"{names[0]}@{count}", *names])
+            self.names.append(names if count == 1 else (f"{names[0]}@{count}", *names))
 
     def state_of(self, number: int) -> dict[Any, Any]:
         """What the optimizer keeps for a parameter now; an empty dict if it keeps nothing."""
