@@ -168,8 +168,8 @@ def set_model_state_dict(
         RuntimeError: Keys are missing or unexpected, and ``strict`` is True; or shapes differ. Everything
             else has been loaded then. With ``broadcast_from_rank0`` also: another rank cannot take or send
             the values.
-        ValueError: The options contradict each other, or the model is on several devices and
-            ``full_state_dict`` is True.
+        ValueError: The options contradict each other; or the model is on several devices and
+            ``full_state_dict`` is True; or it is on the meta device and ``full_state_dict`` is False.
     """
     chosen = checked_options(options)
     state = names_of_submodules(model, model_state_dict)

@@ -127,12 +127,13 @@ class TrainingState:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Give every object its state. A part that is not in ``state_dict`` is left alone."""
-        self.step = state_dict.get("step", self.step)
-        # Objects in it have their state already.
-        self.extra.update(state_dict.get("extra", {}))
+        # The model comes first: if it is refused, nothing else has changed.
         for name, part in self._parts.items():
             if name in state_dict:
                 part.load_state_dict(state_dict[name])
+        self.step = state_dict.get("step", self.step)
+        # Objects in it have their state already.
+        self.extra.update(state_dict.get("extra", {}))
 
     def only(self, *parts: str) -> Stateful:
         """What saves or loads only these parts of this object.

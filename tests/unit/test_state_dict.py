@@ -544,6 +544,22 @@ def test_frozen_parameters_may_be_left_out() -> None:
     assert set_model_state_dict(model, found, options=options) == ([], [])
 
 
+def test_a_model_on_the_meta_device_is_not_left_there_with_success() -> None:
+    with torch.device("meta"):
+        model = make_model()
+    with pytest.raises(ValueError, match=r"'0.weight' of the model is on the meta device.*to_empty\(device"):
+        set_model_state_dict(model, get_model_state_dict(make_model()))
+    optimizer, trained = torch.optim.AdamW(model.parameters()), make_model()
+    random = torch.get_rng_state()
+    state = holdfast.TrainingState(trained, torch.optim.AdamW(trained.parameters()), step=7).state_dict()
+    fresh = holdfast.TrainingState(model, optimizer)
+    torch.rand(1)
+    with pytest.raises(ValueError, match="on the meta device"):
+        fresh.load_state_dict(state)
+    assert fresh.step == 0
+    assert not torch.equal(torch.get_rng_state(), random), "the state of the generators was not set"
+
+
 def test_a_model_on_the_meta_device_gets_memory_and_stays_tied() -> None:
     with torch.device("meta"):
         model = tied_model()

@@ -93,8 +93,8 @@ def _exact(value: Any, key: Any, device: torch.device, loaded: Any) -> Any:
     if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor):
         return value.to(device)
     if type(value) is dict and type(loaded) is dict and loaded is not value:
-        for key, one in loaded.items():
-            loaded[key] = _exact(value.get(key), key, device, one)
+        for name, one in loaded.items():
+            loaded[name] = _exact(value.get(name), name, device, one)
         return loaded
     if type(value) in {list, tuple} and type(loaded) is type(value) and len(loaded) == len(value):
         pairs = zip(value, loaded, strict=True)

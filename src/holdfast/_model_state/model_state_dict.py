@@ -24,6 +24,7 @@ from holdfast._model_state.whole_tensors import (
     shared_out,
 )
 from holdfast._user_warning import warn_user
+from holdfast.errors import UsageError
 
 IncompatibleKeys: TypeAlias = _IncompatibleKeys
 
@@ -107,6 +108,7 @@ def set_model(model: nn.Module, state: Mapping[str, Any], options: StateDictOpti
         loading = _received(model, state, options)
     else:
         loading = _start_loading(model, options)
+        loading.refuse_without_memory(state)
         for name, value in state.items():
             loading.take(name, value)
     if options.ignore_frozen_params:
@@ -186,6 +188,21 @@ class _Loading:
         if is_whole and self.fits(key, value.shape) and (into_shards or self.assign):
             value = self.placed(key, value)
         self.values[key] = value
+
+    def refuse_without_memory(self, state: Mapping[str, Any]) -> None:
+        """Raise if something is to be loaded into a tensor on the meta device: torch only warns."""
+        lost = {key for key, one in self._targets.items() if isinstance(one, torch.Tensor) and one.is_meta}
+        if self.assign or not lost:
+            return
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and not value.is_meta and self.key_for(name) in lost:
+                raise UsageError(
+                    f"{name!r} of the model is on the meta device and has no memory to load into. Nothing "
+                    "was changed. Call model.to_empty(device=...) first; or pass whole tensors with "
+                    "StateDictOptions(full_state_dict=True), or call holdfast.load with the model: these two "
+                    "give it memory.",
+                    key=name,
+                )
 
     def leave_alone(self, key: str) -> None:
         """Let the model keep what it has under ``key``, unless there is something to load."""
