@@ -156,7 +156,7 @@ def set_model_state_dict(
     Whole tensors go into sharded ones as well: each rank takes its part.
 
     Args:
-        model: The whole model. With ``full_state_dict`` it may be on the meta device, and gets memory.
+        model: The whole model. It may be on the meta device, and gets memory.
         model_state_dict: What ``get_model_state_dict`` returned, or a checkpoint of it. It stays as it is. A
             dict from submodules to their state dicts is accepted, as in torch.
         options: See ``StateDictOptions``.
@@ -168,8 +168,8 @@ def set_model_state_dict(
         RuntimeError: Keys are missing or unexpected, and ``strict`` is True; or shapes differ. Everything
             else has been loaded then. With ``broadcast_from_rank0`` also: another rank cannot take or send
             the values.
-        ValueError: The options contradict each other; or the model is on several devices and
-            ``full_state_dict`` is True; or it is on the meta device and ``full_state_dict`` is False.
+        ValueError: The options contradict each other, or the model is on several devices and
+            ``full_state_dict`` is True.
     """
     chosen = checked_options(options)
     state = names_of_submodules(model, model_state_dict)
