@@ -198,7 +198,8 @@ def _modules(model: Any) -> list[nn.Module]:
     modules = list(model) if isinstance(model, Sequence) else [model]
     for module in modules:
         if not isinstance(module, nn.Module):
-            raise UsageError(f"model must be a Module, or several, not a {type(module).__name__}")
+            order = "; the optimizer comes second" if isinstance(module, Optimizer) else ""
+            raise UsageError(f"model must be a Module, or several, not {type(module).__name__}{order}")
     return modules
 
 
@@ -207,7 +208,7 @@ def _optimizers(optimizer: Any) -> dict[str, list[Optimizer]]:
     lists = {name: list(one) if isinstance(one, Sequence) else [one] for name, one in named.items()}
     for one in chain.from_iterable(lists.values()):
         if not isinstance(one, Optimizer):
-            raise UsageError(f"optimizer must be an Optimizer, or several, not a {type(one).__name__}")
+            raise UsageError(f"optimizer must be an Optimizer, or several, not {type(one).__name__}")
     return lists
 
 

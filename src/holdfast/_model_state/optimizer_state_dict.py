@@ -13,6 +13,7 @@ from holdfast._model_state.patched_methods import unpatched_method
 from holdfast._model_state.state_dict_options import StateDictOptions
 from holdfast._model_state.whole_tensors import changed_leaves, delivered, is_left_to_rank0, same_leaf
 from holdfast._parameter_states import ParameterStates
+from holdfast.errors import UsageError
 
 
 class NamedOptimizer:
@@ -51,7 +52,16 @@ class NamedOptimizer:
 
 
 def as_tuple(optimizers: Optimizer | Iterable[Optimizer]) -> tuple[Optimizer, ...]:
-    """The optimizers of a call, of which one may stand alone."""
+    """The optimizers of a call, of which one may stand alone.
+
+    Raises:
+        UsageError: It is a module.
+    """
+    if isinstance(optimizers, nn.Module):
+        raise UsageError(
+            f"the optimizer is a {type(optimizers).__name__}, which is a module: pass the model first, then "
+            "the optimizer"
+        )
     return (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
 
 
