@@ -319,9 +319,9 @@ def test_a_model_and_an_optimizer_in_the_wrong_order_are_told_apart() -> None:
     for swapped in (helpers.get_state_dict, helpers.get_optimizer_state_dict):
         with pytest.raises(UsageError, match=r"pass the model\s+first, then the optimizer"):
             swapped(optimizer, model)
-    with pytest.raises(UsageError, match="must be a torch.nn.Module, and is of the class SGD"):
+    with pytest.raises(UsageError, match=r"must be a torch\.nn\.Module, and is of the class SGD"):
         helpers.get_model_state_dict(optimizer)
-    with pytest.raises(UsageError, match="must be a torch.nn.Module, and is of the class dict"):
+    with pytest.raises(UsageError, match=r"must be a torch\.nn\.Module, and is of the class dict"):
         helpers.set_model_state_dict(dict(model.state_dict()), model.state_dict())
 
 

@@ -123,8 +123,8 @@ def _refuse_other_places(root: RunRoot) -> None:
     if complete and names.form in KNOWN_FORMS and all(names.step(folder) is not None for folder in complete):
         raise WrongFolderError(
             f"{root.place} has no step of this run, whose folders are called {root.names.form!r}, but it has "
-            f"the checkpoints {', '.join(sorted(complete)[:5])}. Pass name={names.form!r} to go on from them, "
-            "or another root to begin a new run.",
+            f"the checkpoints {', '.join(sorted(complete)[:5])}. Pass name={names.form!r} to go on from "
+            "them, or another root to begin a new run.",
             path=root.place,
             found=sorted(complete),
         )
