@@ -168,6 +168,8 @@ class NotAFolderError(StorageError, FileExistsError, NotADirectoryError):
 class WrongFolderError(StorageError):
     """The place is not a checkpoint: it has checkpoints in folders of its own, which ``found`` lists.
 
+    The root of a ``CheckpointManager`` can be wrong too: a checkpoint itself, or steps under other names.
+
     It is not a ``FileNotFoundError``: a program that takes a missing checkpoint for its first start must not
     begin again because its path is one folder too short.
     """

@@ -1,5 +1,6 @@
 """Looking into any checkpoint: keys, tensors by slice, objects; without a process group or a model."""
 
+import difflib
 import fnmatch
 import os
 import re
@@ -260,6 +261,7 @@ class CheckpointView(Mapping[str, Any]):
 
     def _missing(self, key: str) -> UnknownKeyError:
         near = [other for other in self._entries if str(key).rpartition(".")[2] in other][:3]
+        near = near or difflib.get_close_matches(str(key), self._entries, n=3)
         hint = f"; there are {', '.join(near)}" if near else f"; there are {len(self):,} keys"
         return UnknownKeyError(f"{self.url} has no key {key!r}{hint}", key=str(key), path=self.url)
 

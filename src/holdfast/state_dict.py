@@ -156,7 +156,7 @@ def set_model_state_dict(
     Whole tensors go into sharded ones as well: each rank takes its part.
 
     Args:
-        model: The whole model. With ``full_state_dict`` it may be on the meta device, and gets memory.
+        model: The whole model. It may be on the meta device, and gets memory.
         model_state_dict: What ``get_model_state_dict`` returned, or a checkpoint of it. It stays as it is. A
             dict from submodules to their state dicts is accepted, as in torch.
         options: See ``StateDictOptions``.

@@ -127,12 +127,13 @@ class TrainingState:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Give every object its state. A part that is not in ``state_dict`` is left alone."""
-        self.step = state_dict.get("step", self.step)
-        # Objects in it have their state already.
-        self.extra.update(state_dict.get("extra", {}))
+        # The model comes first: if it is refused, nothing else has changed.
         for name, part in self._parts.items():
             if name in state_dict:
                 part.load_state_dict(state_dict[name])
+        self.step = state_dict.get("step", self.step)
+        # Objects in it have their state already.
+        self.extra.update(state_dict.get("extra", {}))
 
     def only(self, *parts: str) -> Stateful:
         """What saves or loads only these parts of this object.
@@ -197,7 +198,8 @@ def _modules(model: Any) -> list[nn.Module]:
     modules = list(model) if isinstance(model, Sequence) else [model]
     for module in modules:
         if not isinstance(module, nn.Module):
-            raise UsageError(f"model must be a Module, or several, not a {type(module).__name__}")
+            order = "; the optimizer comes second" if isinstance(module, Optimizer) else ""
+            raise UsageError(f"model must be a Module, or several, not {type(module).__name__}{order}")
     return modules
 
 
@@ -206,7 +208,7 @@ def _optimizers(optimizer: Any) -> dict[str, list[Optimizer]]:
     lists = {name: list(one) if isinstance(one, Sequence) else [one] for name, one in named.items()}
     for one in chain.from_iterable(lists.values()):
         if not isinstance(one, Optimizer):
-            raise UsageError(f"optimizer must be an Optimizer, or several, not a {type(one).__name__}")
+            raise UsageError(f"optimizer must be an Optimizer, or several, not {type(one).__name__}")
     return lists
 
 

@@ -19,6 +19,7 @@ from holdfast.errors import (
     TruncatedFileError,
     UnsafeMetadataError,
     UsageError,
+    WrongFolderError,
 )
 from holdfast.manager import CheckpointManager, EverySteps, Last, Preempted
 
@@ -55,6 +56,28 @@ def test_a_step_of_a_newer_version_is_neither_damaged_nor_passed_over(tmp_path: 
         with pytest.raises(NewerFormatError, match="Update holdfast"):
             manager.restore(state_of(0))
     assert manager.steps() == [1, 2]
+
+
+def test_a_root_that_is_a_checkpoint_is_never_taken_for_a_first_start(tmp_path: Path) -> None:
+    hf.save(state_of(1), checkpoint_id=tmp_path / "7")
+    with pytest.raises(WrongFolderError, match=r"7 is a checkpoint, not the folder of a run"):
+        CheckpointManager(tmp_path / "7").restore(state_of(0))
+
+
+def test_steps_under_other_names_are_never_taken_for_a_first_start(tmp_path: Path) -> None:
+    hf.save(state_of(3), checkpoint_id=tmp_path / "3")
+    with pytest.raises(
+        WrongFolderError, match=r"the checkpoints 3\. Pass name='\{step\}' to go on from them"
+    ):
+        CheckpointManager(tmp_path).restore(state_of(0))
+    restored = CheckpointManager(tmp_path, name="{step}").restore(state_of(0))
+    assert restored is not None
+    assert restored.step == 3
+
+
+def test_other_checkpoints_beside_a_run_do_not_stop_its_first_start(tmp_path: Path) -> None:
+    hf.save(state_of(1), checkpoint_id=tmp_path / "pretrained")
+    assert CheckpointManager(tmp_path).restore(state_of(0)) is None
 
 
 def test_a_run_of_which_all_steps_are_damaged_is_never_taken_for_a_first_start(tmp_path: Path) -> None:

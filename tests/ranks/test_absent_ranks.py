@@ -2,6 +2,8 @@
 
 import datetime as dt
 import logging
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from tests.support.ranks import Outcome, rank_processes
 
 import holdfast
 from holdfast._ranks import roll_call
-from holdfast.errors import UsageError
+from holdfast.errors import RankLostError, UsageError
 
 pytestmark = pytest.mark.slow
 
@@ -68,6 +70,29 @@ def save_on_rank_0_only(folder: str) -> tuple[str, float]:
     total = torch.ones(1)
     dist.all_reduce(total, group=group)  # nothing of the save stands in its way
     return told, total.item()
+
+
+def save_while_others_end(folder: str, end: str, has_called: bool) -> tuple[str, float]:
+    """Rank 0 saves in a group whose timeout is far away; the others end, one way or another."""
+    group = dist.new_group(timeout=dt.timedelta(hours=1))
+    if has_called:
+        save(group, folder)
+    if dist.get_rank() == 0:
+        began = time.monotonic()
+        try:
+            save(group, folder)
+        except RankLostError as error:
+            return str(error), time.monotonic() - began
+        finally:
+            Path(folder, "over").touch()
+    elif end == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif end == "leave":
+        dist.destroy_process_group(group)
+        del group
+        while not Path(folder, "over").exists():
+            time.sleep(0.01)
+    return "", 0.0
 
 
 def come_late(folder: str, call: str, late: list[int], channel: str) -> float:
@@ -136,6 +161,22 @@ def test_a_save_by_rank_0_alone_names_the_others_and_raises_after_the_timeout(tm
     log = (tmp_path / "log").read_text()
     assert log.startswith("ranks 1-3 have " + SAID.format("save"))
     assert 2 <= len(log.splitlines()) <= 4, "it is repeated, ever more seldom"
+
+
+@pytest.mark.parametrize(
+    ("end", "has_called"), [("return", False), ("kill", False), ("leave", False), ("return", True)]
+)
+def test_a_save_by_rank_0_alone_raises_soon_if_the_others_have_ended(
+    tmp_path: Path, end: str, has_called: bool
+) -> None:
+    first, *_ = rank_processes().run(save_while_others_end, 3, str(tmp_path), end, has_called, timeout=60)
+    told, seconds = first.value
+    assert seconds < 8
+    assert "rank" in told
+    if not has_called:
+        said = "ranks 1-2 have ended, or left the process group, without calling save: every rank"
+        assert said in told
+        assert len(told.splitlines()) == 2
 
 
 @pytest.mark.parametrize(

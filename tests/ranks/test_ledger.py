@@ -45,6 +45,15 @@ def test_a_step_is_decided_when_every_part_is_there(account: Account) -> None:
     assert not account.told
 
 
+def test_a_rank_that_comes_late_with_another_call_learns_what_the_others_did(account: Account) -> None:
+    account.ledger.expect(0, 0, 0, Label("load", "read metadata", 8.0), 0.0)
+    account.ledger.conclude(0)
+    account.deliver(1)
+    ((_, failed, _),) = account.told
+    said = str(failed.failures[1].unpacked()[0])
+    assert "rank 1 is at step 'write' of a save while others are at step 'read metadata' of a load" in said
+
+
 def test_a_rank_lost_before_its_part_fails_the_step(account: Account) -> None:
     account.deliver(0)
     account.ledger.lose(1, "it died", 0.0)

@@ -270,3 +270,60 @@ def test_lists_in_flattened_state_come_back_as_lists(tmp_path: Path) -> None:
     holdfast.load(state, checkpoint_id=tmp_path, strict=False)
     set_optimizer_state_dict(other, resumed, state["optimizer"], options=_FLAT)
     assert_same(resumed.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+class Nested(torch.optim.Optimizer):
+    """Keeps dicts with keys of all kinds, as Shampoo does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            sides = {axis: torch.randn(length, length) for axis, length in enumerate(parameter.shape)}
+            state["preconditioners"] = {"plain": {"root": torch.randn(2), "sides": sides, "empty": {}}}
+            state["blocks"] = {
+                (0, 1): {True: torch.randn(3), None: "text"},
+                2.5: [torch.randn(1), {"a.b": 2}],
+            }
+            if parameter.dim() == 1:
+                state[7] = torch.randn(2)
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_keys_of_nested_flattened_state_keep_their_types(tmp_path: Path, has_stepped: bool) -> None:
+    model, other = make_model(), make_model()
+    optimizer, resumed = Nested(model.parameters()), Nested(other.parameters())
+    optimizer.step()
+    if has_stepped:
+        resumed.step()
+    state = flattened(model, optimizer)
+    assert "state.0.weight.preconditioners.plain.root" in state["optimizer"], "strings are flattened"
+    set_optimizer_state_dict(other, Nested(other.parameters()), state["optimizer"], options=_FLAT)
+    holdfast.save(state, checkpoint_id=tmp_path)
+    into = flattened(other, resumed)
+    result = holdfast.load(into, checkpoint_id=tmp_path, strict=True)
+    assert not result.left_alone
+    set_optimizer_state_dict(other, resumed, into["optimizer"], options=_FLAT)
+    assert_same(resumed.state_dict(), optimizer.state_dict())
+
+
+def test_a_failed_load_leaves_flattened_state_as_it_was(tmp_path: Path) -> None:
+    model, other = make_model(), make_model()
+    optimizer, resumed = Nested(model.parameters()), Nested(other.parameters())
+    optimizer.step()
+    holdfast.save(flattened(model, optimizer), checkpoint_id=tmp_path)
+    into = flattened(other, resumed)
+    before = dict(into["optimizer"])
+    with pytest.raises(PlanError, match="epoch"):
+        holdfast.load({**into, "epoch": 0}, checkpoint_id=tmp_path)
+    assert dict(into["optimizer"]) == before
+
+
+def test_state_that_belongs_to_no_parameter_is_not_flattened() -> None:
+    model = make_model()
+    optimizer = MAKERS["AdamW"](model.parameters())
+    optimizer.state["all"] = {"steps": 7}  # type: ignore[index]
+    with pytest.raises(ValueError, match=r"state under 'all'.* Leave out flatten_optimizer_state_dict"):
+        flattened(model, optimizer)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tests.support.states import assert_same
+from tests.training.fingerprints import fingerprint
 from tests.training.layouts import CLASSES, FEATURES, Model
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
@@ -22,6 +23,8 @@ from holdfast import TrainingState
 from holdfast.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
 
 Wrap = Callable[[Any], Any]
+OPTIMIZERS = ["AdamW", "SGD", "Adam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "NAdam", "RAdam", "ASGD"]
+"""Those of torch.optim that train DTensors and parameters of any shape."""
 FULL = StateDictOptions(full_state_dict=True)
 
 
@@ -81,6 +84,8 @@ def build(wrapping: str) -> Any:
     blocks, _, whole = wrapping.partition("/")
     torch.manual_seed(1)
     model: Any = Model()
+    model.scales.requires_grad_(False)
+    model.tied = model.head
     for name in filter(None, blocks.split(".")):
         model.blocks[0] = WRAPS[name](model.blocks[0])
     for name in filter(None, whole.split(".")):
@@ -114,11 +119,15 @@ def wrappings(layout: str) -> list[str]:
 class Run:
     """A model in training, with random numbers that depend on the step alone."""
 
-    def __init__(self, wrapping: str) -> None:
+    def __init__(self, wrapping: str, optimizer: str = "AdamW") -> None:
         torch._dynamo.reset()
         self.wrapping = wrapping
         self.model = build(wrapping)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        weights = [parameter for parameter in self.model.parameters() if parameter.dim() > 1]
+        others = [parameter for parameter in self.model.parameters() if parameter.dim() <= 1]
+        groups = [{"params": weights, "lr": 0.02}, {"params": []}, {"params": others}]
+        options = {"momentum": 0.9} if optimizer in ("SGD", "RMSprop") else {}
+        self.optimizer = getattr(torch.optim, optimizer)(groups, lr=0.01, **options)
         self.state = TrainingState(self.model, self.optimizer)
 
     def train(self, first: int, last: int) -> list[float]:
@@ -138,6 +147,14 @@ class Run:
         """All tensors, gathered, by the names of a model without wrappers."""
         model, optimizer = get_state_dict(self.model, self.optimizer, options=FULL)
         return copy.deepcopy((dict(model), dict(optimizer["state"])))
+
+    def fingerprints(self) -> dict[str, str]:
+        """The same, small enough to be sent to another process."""
+        model, states = self.whole_values()
+        found = {f"model.{name}": value for name, value in model.items()}
+        for name, state in states.items():
+            found |= {f"optimizer.{name}.{kind}": value for kind, value in state.items()}
+        return {name: fingerprint(value) for name, value in found.items()}
 
 
 def save_in_every_way(run: Run, folder: Path) -> None:
@@ -163,7 +180,7 @@ def load(run: Run, folder: Path, way: str) -> None:
 
 def check_resumes(folder: Path, layout: str, stride: int) -> None:
     """Every wrapping is resumed in itself, in all ways, and loaded into the one before it in the list."""
-    names = list(get_model_state_dict(Model()))
+    names = list(get_model_state_dict(build("/")))
     before = "/"
     for number, wrapping in enumerate(wrappings(layout)[::stride]):
         try:
@@ -190,3 +207,31 @@ def _check_resume(folder: Path, wrapping: str, other: str, names: list[str]) -> 
         moved = Run(other)
         load(moved, folder, way)
         assert_same(moved.whole_values(), saved)
+
+
+def cases(layout: str, stride: int) -> list[tuple[str, str]]:
+    """Wrappings, each with an optimizer: every optimizer is in some wrapping if there are all of them."""
+    return list(zip(wrappings(layout)[::stride], itertools.cycle(OPTIMIZERS), strict=False))
+
+
+def first_job(folder: Path, layout: str, stride: int) -> list[dict[str, Any]]:
+    """Every case, trained, saved, and trained on."""
+    found = []
+    for number, case in enumerate(cases(layout, stride)):
+        run = Run(*case)
+        run.train(1, 2)
+        holdfast.save({"training": run.state}, checkpoint_id=folder / f"{number}")
+        found.append({"saved": run.fingerprints(), "losses": run.train(3, 4), "end": run.fingerprints()})
+    return found
+
+
+def resumed_job(folder: Path, layout: str, stride: int, goes_on: bool) -> list[dict[str, Any]]:
+    """Every case, loaded into a fresh model and optimizer; and trained on, if that can be the same."""
+    found: list[dict[str, Any]] = []
+    for number, case in enumerate(cases(layout, stride)):
+        run = Run(*case)
+        holdfast.load({"training": run.state}, checkpoint_id=folder / f"{number}", strict=True)
+        found.append({"saved": run.fingerprints()})
+        if goes_on:
+            found[-1] |= {"losses": run.train(3, 4), "end": run.fingerprints()}
+    return found

@@ -296,6 +296,35 @@ def test_a_device_that_is_not_there_is_refused_only_if_memory_is_needed_on_it(tm
     assert model.weight.is_meta
 
 
+def test_a_relative_path_names_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf.save(state(), tmp_path / "there" / "1")
+    monkeypatch.chdir(tmp_path)
+    hf.load(state(), "there/1")
+    with pytest.raises(CheckpointNotFoundError, match=rf"no checkpoint at 1: .*directory is {tmp_path}"):
+        hf.load(state(), "1")
+
+
+def test_a_misspelt_key_of_a_view_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    hf.save({"model": torch.nn.Linear(2, 2)}, tmp_path)
+    with pytest.raises(KeyError, match=r"model\.weight"):
+        hf.open(tmp_path)["model.wieght"]
+
+
+def test_a_model_and_an_optimizer_in_the_wrong_order_are_told_apart() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(UsageError, match="not SGD; the optimizer comes second"):
+        hf.TrainingState(optimizer, model)
+    helpers = hf.state_dict
+    for swapped in (helpers.get_state_dict, helpers.get_optimizer_state_dict):
+        with pytest.raises(UsageError, match=r"pass the model\s+first, then the optimizer"):
+            swapped(optimizer, model)
+    with pytest.raises(UsageError, match=r"must be a torch\.nn\.Module, and is of the class SGD"):
+        helpers.get_model_state_dict(optimizer)
+    with pytest.raises(UsageError, match=r"must be a torch\.nn\.Module, and is of the class dict"):
+        helpers.set_model_state_dict(dict(model.state_dict()), model.state_dict())
+
+
 def test_a_tilde_in_a_path_is_explained() -> None:
     with pytest.raises(CheckpointNotFoundError, match="expanduser"):
         hf.load(state(), "~/there/is/no/such/folder")

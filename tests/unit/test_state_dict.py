@@ -544,6 +544,23 @@ def test_frozen_parameters_may_be_left_out() -> None:
     assert set_model_state_dict(model, found, options=options) == ([], [])
 
 
+def test_a_model_on_the_meta_device_is_not_left_there_with_success() -> None:
+    with torch.device("meta"):
+        model = tied_model()
+    optimizer, trained = torch.optim.AdamW(model.parameters()), tied_model()
+    trained_optimizer = torch.optim.AdamW(trained.parameters())
+    train(trained, trained_optimizer)
+    state = holdfast.TrainingState(trained, trained_optimizer, step=7).state_dict()
+    resumed = holdfast.TrainingState(model, optimizer)
+    resumed.load_state_dict(copy.deepcopy(state))
+    assert resumed.step == 7
+    for _ in range(2):
+        assert_same(dict(model.state_dict()), dict(trained.state_dict()))
+        assert_same(contents(optimizer), contents(trained_optimizer))
+        train(model, optimizer)
+        train(trained, trained_optimizer)
+
+
 def test_a_model_on_the_meta_device_gets_memory_and_stays_tied() -> None:
     with torch.device("meta"):
         model = tied_model()

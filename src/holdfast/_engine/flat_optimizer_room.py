@@ -4,11 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast._engine.missing_state import StateMaker
-from holdfast._model_state.flat_optimizer_state import GROUPS, STATE, parameter_of
+from holdfast._model_state.flat_optimizer_state import GROUPS, STATE, flat_leaves, parameter_of, state_leaves
 from holdfast._model_state.optimizer_kind import refuse_other_kind
 from holdfast._parameter_states import ParameterStates
 from holdfast._plan.flatten import flat_key
-from holdfast._tensors.tensor_parts import TensorParts
 
 
 class FlatRoom:
@@ -16,7 +15,7 @@ class FlatRoom:
 
     def __init__(self, path: tuple[Any, ...], node: ParameterStates) -> None:
         self.path, self.node = path, node
-        self.added: list[str] = []
+        self.before = dict(node)
         self.taken_out: dict[str, Any] = {}
 
     def make(self, stored: Any) -> None:
@@ -32,20 +31,28 @@ class FlatRoom:
         for name, (parameter, entry) in entries.items():
             kind = name.partition(".")[0]
             inner = name[len(kind) + len(parameter) + 2 :]
-            (states if kind == STATE else options).setdefault(parameter, {})[inner] = entry
+            of_kind = (states if kind == STATE else options).setdefault(parameter, {})
+            of_kind.update({inner: entry} if inner else entry)
         distinct = {frozenset(of_parameter): of_parameter for of_parameter in options.values()}
         key = flat_key(self.path)
         refuse_other_kind(self.node.optimizers, list(distinct.values()), states, key=key)
         for name, (parameter, entry) in entries.items():
-            if name not in self.node:
+            own = self.before.get(name)
+            if isinstance(own, dict) or (name not in self.before and not self._is_in_a_dict(name)):
                 maker = StateMaker(self.node.parameters[parameter], self.node.is_whole, self.node.device)
-                self.node[name] = maker.complete(None, entry, add_own=False)
-                self.added.append(name)
-        self._take_out([name for name in self.node if name not in entries], options)
+                self.node[name] = maker.complete(own, entry, add_own=True)
+        self._take_out(entries, options)
 
-    def _take_out(self, names: Sequence[str], options: Mapping[str, Any]) -> None:
+    def _is_in_a_dict(self, name: str) -> bool:
+        """Whether the optimizer has this in a dict that stays one; torch's helpers flatten every dict."""
+        end = name.rfind(".")
+        while end > 0 and not isinstance(self.before.get(name[:end]), dict):
+            end = name.rfind(".", 0, end)
+        return end > 0
+
+    def _take_out(self, entries: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         """Take out options that the checkpoint does not have for a parameter: they keep their values."""
-        for name in names:
+        for name in [name for name in self.node if name not in entries]:
             if name.startswith(f"{GROUPS}.") and parameter_of(name, self.node.parameters) in options:
                 self.taken_out[name] = self.node.pop(name)
 
@@ -60,15 +67,15 @@ class FlatRoom:
         self.node.update(self.taken_out)
 
     def undo(self) -> None:
-        for name in self.added:
-            del self.node[name]
-        self.node.update(self.taken_out)
+        self.node.clear()
+        self.node.update(self.before)
 
 
-def _leaves(stored: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """What stands in nested dicts, by keys joined with dots; lists and the parts of a tensor stay whole."""
+def _leaves(stored: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """What the flat dict has of a stored state dict, which is flattened or has its state by parameter."""
     for key, value in stored.items():
-        if isinstance(value, Mapping) and not isinstance(value, TensorParts):
-            yield from _leaves(value, f"{above}{key}.")
+        if key == STATE and isinstance(value, Mapping):
+            for name, state in value.items():
+                yield from state_leaves(name, state)
         else:
-            yield f"{above}{key}", value
+            yield from flat_leaves(str(key), value)

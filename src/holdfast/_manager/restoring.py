@@ -6,17 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast._format.names import METADATA
 from holdfast._ranks.group_exchange import open_exchange
 from holdfast._steps.pruning import mark_damaged
 from holdfast._steps.run_root import RunRoot
 from holdfast._steps.step_list import Step
 from holdfast._steps.step_metadata import METRICS, USER, read_user_metadata
+from holdfast._steps.step_names import KNOWN_FORMS, guess_names
 from holdfast.errors import (
     CheckpointException,
     CheckpointNotFoundError,
     IntegrityError,
     NewerFormatError,
     UnsafeMetadataError,
+    WrongFolderError,
 )
 from holdfast.load_result import LoadResult
 from holdfast.state_dict_loader import load
@@ -91,6 +94,8 @@ def _agree_on_candidates(
 
     def look() -> list[Step]:
         found = root.find_steps()
+        if not found.steps:
+            _refuse_other_places(root)
         if number is not None:
             step = found.find(number)
             return [] if step is None else [step]
@@ -102,6 +107,27 @@ def _agree_on_candidates(
 
     with open_exchange(group["process_group"], purpose="restore", no_dist=group["no_dist"]) as exchange:
         return exchange.share("find the steps", look), exchange.is_coordinator
+
+
+def _refuse_other_places(root: RunRoot) -> None:
+    """Raise if the root is a checkpoint itself, or has steps under other names: this is no first start."""
+    below = root.store.below(METADATA)
+    if METADATA in below.files:
+        raise WrongFolderError(
+            f"{root.place} is a checkpoint, not the folder of a run. Name the folder that has a folder for "
+            "each step. (holdfast.load loads one checkpoint.)",
+            path=root.place,
+        )
+    complete = [folder for folder, commit in below.folders.items() if commit is not None]
+    names = guess_names(complete)
+    if complete and names.form in KNOWN_FORMS and all(names.step(folder) is not None for folder in complete):
+        raise WrongFolderError(
+            f"{root.place} has no step of this run, whose folders are called {root.names.form!r}, but it has "
+            f"the checkpoints {', '.join(sorted(complete)[:5])}. Pass name={names.form!r} to go on from "
+            "them, or another root to begin a new run.",
+            path=root.place,
+            found=sorted(complete),
+        )
 
 
 def _kept_with(root: RunRoot, step: Step, group: Mapping[str, Any]) -> dict[str, Any]:

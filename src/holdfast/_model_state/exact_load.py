@@ -69,7 +69,9 @@ def _passed_through(value: Any, key: Any, parameter: torch.Tensor) -> Any:
             return value
         return _stand_in(value.shape, parameter.dtype, parameter.device)
     if type(value) is dict:
-        return {key: _passed_through(one, key, parameter) for key, one in value.items()}
+        passed = {key: _passed_through(one, key, parameter) for key, one in value.items()}
+        # Most states go through as they are; the copies of all parameters would be as large as the result.
+        return value if all(passed[key] is one for key, one in value.items()) else passed
     if type(value) in {list, tuple}:
         return type(value)([_passed_through(one, None, parameter) for one in value])
     is_simple = value is None or isinstance(value, bool | int | float | complex)
@@ -90,8 +92,10 @@ def _exact(value: Any, key: Any, device: torch.device, loaded: Any) -> Any:
         return loaded.value
     if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor):
         return value.to(device)
-    if type(value) is dict and type(loaded) is dict:
-        return {key: _exact(value.get(key), key, device, one) for key, one in loaded.items()}
+    if type(value) is dict and type(loaded) is dict and loaded is not value:
+        for name, one in loaded.items():
+            loaded[name] = _exact(value.get(name), name, device, one)
+        return loaded
     if type(value) in {list, tuple} and type(loaded) is type(value) and len(loaded) == len(value):
         pairs = zip(value, loaded, strict=True)
         return type(value)([_exact(one, None, device, other) for one, other in pairs])

@@ -1,5 +1,11 @@
-"""The flattened form of an optimizer's state dict: one dict, with the name of a parameter in each key."""
+"""The flattened form of an optimizer's state dict: one dict, with the name of a parameter in each key.
 
+A dict in the state of a parameter is flattened too if its keys are strings without dots. One with other
+keys, such as the numbers of Shampoo's preconditioners, stays a dict: a key of the flat dict could not tell
+what they were.
+"""
+
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -14,7 +20,7 @@ def flattened(states: Mapping[Any, Any], groups: Iterable[Mapping[str, Any]]) ->
     """
     found: dict[str, Any] = {}
     for name, state in states.items():
-        found.update(_leaves(f"{STATE}.{name}", state))
+        found.update(state_leaves(name, state))
     for group in groups:
         names = group[PARAMS]
         options = {key: value for key, value in group.items() if key != PARAMS}
@@ -28,12 +34,27 @@ def flattened(states: Mapping[Any, Any], groups: Iterable[Mapping[str, Any]]) ->
     return found
 
 
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
+def state_leaves(name: Any, state: Any) -> Iterator[tuple[str, Any]]:
+    """What the flat dict has of the state of one parameter; nothing if that is empty."""
+    if not isinstance(state, dict) or state:
+        yield from flat_leaves(f"{STATE}.{name}", state)
+
+
+def flat_leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What the flat dict has of a value that is to stand under ``key``, and of dicts in it."""
+    if _can_be_flattened(value):
         for inner, one in value.items():
-            yield from _leaves(f"{key}.{inner}", one)
+            yield from flat_leaves(f"{key}.{inner}", one)
     else:
         yield key, value
+
+
+def _can_be_flattened(value: Any) -> bool:
+    return (
+        type(value) in (dict, OrderedDict)
+        and bool(value)
+        and all(type(key) is str and "." not in key for key in value)
+    )
 
 
 def unflattened(
@@ -43,8 +64,8 @@ def unflattened(
 
     Args:
         flat: The flat dict. Entries of parameters that are not in ``current`` are left out.
-        current: The state that each parameter has now, by name. Keys that were no strings get their type back
-            if they are in it.
+        current: The state that each parameter has now, by name. Keys that torch's helpers have made strings
+            get their type back if they are in it.
     """
     states: dict[str, Any] = {}
     options: dict[str, dict[str, Any]] = {}
@@ -56,6 +77,8 @@ def unflattened(
         entry = rest[len(name) + 1 :]
         if kind == GROUPS:
             options.setdefault(name, {})[entry] = value
+        elif kind == STATE and not entry:
+            states[name] = value
         elif kind == STATE:
             _put(states.setdefault(name, {}), current[name], entry, value)
     return states, options
@@ -68,8 +91,8 @@ def parameter_of(key: str, names: Collection[str]) -> str | None:
 
 
 def _known_name(rest: str, names: Collection[str]) -> str | None:
-    """The parameter at the beginning of a key: the longest one, and there is more of the key behind it."""
-    end = rest.rfind(".")
+    """The parameter at the beginning of a key: the longest one, and all of the key if its state is a dict."""
+    end = len(rest)
     while end > 0 and rest[:end] not in names:
         end = rest.rfind(".", 0, end)
     return rest[:end] if end > 0 else None

@@ -8,10 +8,20 @@ from typing import Any
 from torch import nn
 
 from holdfast._model_state.state_dict_options import StateDictOptions
+from holdfast.errors import UsageError
 
 
 def has_flat_parameters(model: nn.Module) -> bool:
-    """Whether the model, or a part of it, is a FullyShardedDataParallel."""
+    """Whether the model, or a part of it, is a FullyShardedDataParallel.
+
+    Raises:
+        UsageError: It is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"the model must be a torch.nn.Module, and is of the class {type(model).__name__}: pass the "
+            "model first, then optimizers or state dicts"
+        )
     defining = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     if defining is None:
         return False

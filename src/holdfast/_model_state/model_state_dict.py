@@ -23,6 +23,7 @@ from holdfast._model_state.whole_tensors import (
     is_left_to_rank0,
     shared_out,
 )
+from holdfast._tensors.meta_memory import MetaMemory, take_the_place
 from holdfast._user_warning import warn_user
 
 IncompatibleKeys: TypeAlias = _IncompatibleKeys
@@ -100,6 +101,8 @@ def set_model(model: nn.Module, state: Mapping[str, Any], options: StateDictOpti
         loading = _received(model, state, options)
     else:
         loading = _start_loading(model, options)
+        if not options.full_state_dict:
+            loading.give_memory(state)
         for name, value in state.items():
             loading.take(name, value)
     if options.ignore_frozen_params:
@@ -179,6 +182,30 @@ class _Loading:
         if is_whole and self.fits(key, value.shape) and (into_shards or self.assign):
             value = self.placed(key, value)
         self.values[key] = value
+
+    def give_memory(self, state: Mapping[str, Any]) -> None:
+        """Give memory to tensors on the meta device that are filled: torch fills nothing there, and warns.
+
+        They stay the objects that they are, so that optimizers go on holding them.
+        """
+        memories: dict[torch.device | None, MetaMemory] = {}
+        if not any(isinstance(one, torch.Tensor) and one.is_meta for one in self._targets.values()):
+            return
+        for name, value in state.items():
+            key = self.key_for(name)
+            target = self._targets.get(key)
+            if not isinstance(target, torch.Tensor) or not target.is_meta:
+                continue
+            if isinstance(value, torch.Tensor) and not value.is_meta and self.fits(key, value.shape):
+                device = None if isinstance(target, DTensor) else value.device
+                memory = memories.setdefault(device, MetaMemory(device))
+                try:
+                    take_the_place(target, memory.give(target))
+                except RuntimeError as error:
+                    raise RuntimeError(
+                        f"{name} is on the meta device, and torch cannot give it memory: {error}. Call "
+                        "model.to_empty(device=...) first."
+                    ) from error
 
     def leave_alone(self, key: str) -> None:
         """Let the model keep what it has under ``key``, unless there is something to load."""

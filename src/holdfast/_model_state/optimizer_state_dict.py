@@ -13,6 +13,7 @@ from holdfast._model_state.patched_methods import unpatched_method
 from holdfast._model_state.state_dict_options import StateDictOptions
 from holdfast._model_state.whole_tensors import changed_leaves, delivered, is_left_to_rank0, same_leaf
 from holdfast._parameter_states import ParameterStates
+from holdfast.errors import UsageError
 
 
 class NamedOptimizer:
@@ -25,10 +26,10 @@ class NamedOptimizer:
         shared: For each of them, whether an optimizer before this one has it as well.
     """
 
-    def __init__(self, optimizer: Optimizer, known: dict[int, list[str]], seen: dict[int, int]) -> None:
+    def __init__(self, optimizer: Optimizer, known: dict[int, tuple[str, ...]], seen: dict[int, int]) -> None:
         self.optimizer = optimizer
         self.parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group[PARAMS]]
-        self.names: list[list[str]] = []
+        self.names: list[tuple[str, ...]] = []
         self.shared: list[bool] = []
         for number, parameter in enumerate(self.parameters):
             names = known.get(id(parameter))
@@ -41,7 +42,7 @@ class NamedOptimizer:
             count = seen[id(parameter)] = seen.get(id(parameter), 0) + 1
             self.shared.append(count > 1)
             # The second optimizer of a parameter has a state of its own, which needs a name of its own.
-            self.names.append(names if count == 1 else [f"{names[0]}@{count}", *names])
+            self.names.append(names if count == 1 else (f"{names[0]}@{count}", *names))
 
     def state_of(self, number: int) -> dict[Any, Any]:
         """What the optimizer keeps for a parameter now; an empty dict if it keeps nothing."""
@@ -51,7 +52,16 @@ class NamedOptimizer:
 
 
 def as_tuple(optimizers: Optimizer | Iterable[Optimizer]) -> tuple[Optimizer, ...]:
-    """The optimizers of a call, of which one may stand alone."""
+    """The optimizers of a call, of which one may stand alone.
+
+    Raises:
+        UsageError: It is a module.
+    """
+    if isinstance(optimizers, nn.Module):
+        raise UsageError(
+            f"the optimizer is a {type(optimizers).__name__}, which is a module: pass the model first, then "
+            "the optimizer"
+        )
     return (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
 
 
@@ -91,6 +101,8 @@ def read_optimizers(
         groups += [{**group, PARAMS: [by_number[n] for n in group[PARAMS]]} for group in own[GROUPS]]
     # The caller may change what it gets. Only tensors are shared with the optimizer.
     groups = changed_leaves(groups, same_leaf)
+    if options.flatten_optimizer_state_dict:
+        _refuse_other_state(states.keys() - parameters.keys())
     found = (
         flattened(states, groups) if options.flatten_optimizer_state_dict else {STATE: states, GROUPS: groups}
     )
@@ -106,6 +118,14 @@ def read_optimizers(
         optimizers=optimizers,
     )
     return made if is_flat else {STATE: made, GROUPS: found[GROUPS]}
+
+
+def _refuse_other_state(keys: Iterable[Any]) -> None:
+    for key in keys:
+        raise ValueError(
+            f"an optimizer keeps state under {key!r}, which is none of its parameters: the flattened form "
+            "has no place for it. Leave out flatten_optimizer_state_dict=True."
+        )
 
 
 def _add_states(states: dict[Any, Any], own: dict[Any, Any], by_number: dict[Any, str]) -> None:

@@ -119,22 +119,23 @@ def _is_instance(module: nn.Module, home: str, class_name: str) -> bool:
     return defining is not None and isinstance(module, getattr(defining, class_name))
 
 
-def names_by_parameter(model: nn.Module, options: StateDictOptions) -> dict[int, list[str]]:
+def names_by_parameter(model: nn.Module, options: StateDictOptions) -> dict[int, tuple[str, ...]]:
     """All names of each parameter, by its ``id``; a tied parameter has several, in the order of the model.
 
     Last come the names that state dicts have for it because of ``dsd_fqn_modifiers``.
     """
     names = ModelNames(model)
-    found: dict[int, list[str]] = {}
+    # Tuples, because lists of one name take twice the memory.
+    found: dict[int, tuple[str, ...]] = {}
     renamed: list[tuple[int, str]] = []
     hidden = _hidden_children(model, names, options.dsd_fqn_modifiers)
     for key, parameter in model.named_parameters(remove_duplicate=False):
         name = names.name_of(key)
-        found.setdefault(id(parameter), []).append(name)
+        found[id(parameter)] = (*found.get(id(parameter), ()), name)
         hiding = [child for child in hidden if name.startswith(f"{child}.")]
         renamed += [(id(parameter), child.rpartition(".")[0] + name[len(child) :]) for child in hiding]
     for number, name in renamed:
-        found[number].append(name.removeprefix("."))
+        found[number] += (name.removeprefix("."),)
     return found
 
 

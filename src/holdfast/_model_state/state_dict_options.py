@@ -24,8 +24,8 @@ class StateDictOptions:
             part. All ranks of the default process group must take part. The model may be on the meta device.
         flatten_optimizer_state_dict: Read the state of optimizers as one flat dict with keys such as
             ``state.<parameter>.exp_avg`` and ``param_groups.<parameter>.lr``. Use it if ranks have different
-            parameters, as in pipelines. Keys of nested state that are no strings become strings, and are
-            restored only into an optimizer that has them already; TrainingState keeps them.
+            parameters, as in pipelines. A dict in the state of a parameter is flattened too if all its keys
+            are strings without dots. Any other stays a dict, so that its keys keep their types.
         dsd_fqn_modifiers: The name of a method with which a module can say that its hooks rename entries. It
             returns a dict: the key in the state dict to the name of the child that the key leaves out.
     """

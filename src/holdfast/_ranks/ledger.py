@@ -57,6 +57,7 @@ class Session:
         missing: The ranks that have neither done their part of the step nor failed to.
         step: The number of the step that is being gathered or decided.
         label: The label of the first rank that delivered a part of the step.
+        concluded: The label of the step before; None in the first one.
         parts: By rank, the parts of the step that have been delivered; the coordinator's own is None.
         failed_parts: By rank, the failures that have been delivered in place of parts.
         is_deciding: Whether all parts are there and the coordinator is deciding.
@@ -73,6 +74,7 @@ class Session:
     missing: set[int]
     step: int = 0
     label: Label | None = None
+    concluded: Label | None = None
     parts: dict[int, Segments | None] = field(default_factory=dict)
     failed_parts: Failures = field(default_factory=dict)
     is_deciding: bool = False
@@ -151,7 +153,9 @@ class Ledger:
         if session.failure is not None:
             self._failed(number, session.failure, rank)
             return None
-        there = session.label or session.expected or label
+        # A rank that comes late, with something else, learns what the others have done meanwhile.
+        before = session.concluded if step < session.step else None
+        there = session.label or session.expected or before or label
         if (step, label.purpose, label.step) == (session.step, there.purpose, there.step):
             return session
         self._fail_after_decision(
@@ -163,6 +167,7 @@ class Ledger:
         """Begin the next step: the coordinator has told all ranks the outcome of this one."""
         session = self.session(number)
         session.step += 1
+        session.concluded = session.label or session.expected
         session.label = session.expected = None
         session.missing = set(self._ranks)
         session.parts, session.failed_parts, session.deadline = {}, {}, None

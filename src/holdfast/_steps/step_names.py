@@ -10,7 +10,7 @@ from functools import cached_property
 from holdfast.errors import UsageError
 
 DEFAULT_NAME = "step-{step}"
-_KNOWN = (DEFAULT_NAME, "checkpoint-{step}", "{step}", "step_{step}", "global_step{step}")
+KNOWN_FORMS = (DEFAULT_NAME, "checkpoint-{step}", "{step}", "step_{step}", "global_step{step}")
 _SAMPLES = (0, 7, 10, 1234, 10**7, 10**18)
 """Steps that a form must write as decimal numbers: ``{step:x}``, ``{step:,}`` and ``{step:g}`` do not."""
 _TRAILING_NUMBER = re.compile(r"(.*?)(\d+)")
@@ -59,7 +59,7 @@ def guess_names(folders: Iterable[str]) -> StepNames:
         found[1] for folder in folders if (found := _TRAILING_NUMBER.fullmatch(folder)) is not None
     )
     # Of equally many the form that people are known to use.
-    known = [form.removesuffix("{step}") for form in _KNOWN]
+    known = [form.removesuffix("{step}") for form in KNOWN_FORMS]
     best = max(
         beginnings,
         key=lambda text: (beginnings[text], text in known, text),

@@ -1,5 +1,7 @@
 """Owns the error for a place without metadata: what is there instead, and whether it can be a first start."""
 
+import os
+
 from holdfast._format.names import METADATA, describe_data_files, metadata_name, shows_a_checkpoint
 from holdfast._format.safetensors import SUFFIX
 from holdfast._human_units import some_of
@@ -43,6 +45,8 @@ def explain_absence(store: FileSource, name: str) -> StorageError:
         text = f"no checkpoint at {store.url}: it has no {name} (it has {some_of(there, _MOST_NAMED)})"
     else:
         text = f"no checkpoint at {store.url}: there is no such folder, or it is empty"
+        if "://" not in store.url and not os.path.isabs(store.url):
+            text += f" (the working directory is {os.getcwd()})"
         if store.url.startswith("~"):
             text += ". A ~ in a path is not replaced by your home folder: use os.path.expanduser"
     return CheckpointNotFoundError(text, path=store.url)
