@@ -42,6 +42,7 @@ from holdfast._background.save_future import SaveFuture
 from holdfast._background.staged_copy import prepare_staging
 from holdfast._engine.stateful_objects import open_states
 from holdfast._manager.background_pruning import BackgroundPruning
+from holdfast._manager.preemption_notice import ignore_preemption
 from holdfast._manager.refused_save import RefusingPlanner
 from holdfast._manager.restoring import RestoredStep, restore_newest
 from holdfast._manager.save_decision import SaveDecision
@@ -96,6 +97,7 @@ __all__ = [
     "Steps",
     "WhenPolicy",
     "Within",
+    "ignore_preemption",
 ]
 
 logger = logging.getLogger(__name__)
