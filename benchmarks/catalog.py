@@ -3,6 +3,7 @@
 from benchmarks.async_save import async_save_cases
 from benchmarks.bulk import bulk_cases
 from benchmarks.case import Case
+from benchmarks.commands import command_cases
 from benchmarks.compressed import compressed_cases
 from benchmarks.memory import memory_cases
 from benchmarks.neighbour import neighbour_cases
@@ -14,6 +15,7 @@ from benchmarks.recording import recording_cases
 from benchmarks.restarts import restart_cases
 from benchmarks.small import small_cases
 from benchmarks.staging import staging_cases
+from benchmarks.thousand_steps import thousand_steps_cases
 
 __all__ = ["all_cases"]
 
@@ -34,5 +36,7 @@ def all_cases(scale: float) -> list[Case]:
         async_save_cases,
         object_store_cases,
         recording_cases,
+        thousand_steps_cases,
+        command_cases,
     )
     return [case for group in groups for case in group(scale)]

@@ -1,7 +1,8 @@
 """What a load did: which keys it filled, which it left alone, and what else the checkpoint has."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from holdfast._transfer_record import TransferRecord
 
@@ -25,12 +26,14 @@ class LoadResult:
             planner does not say what the state holds.
         not_asked_for: The keys of the checkpoint that were not read because the state does not have them.
             Values that other ranks keep in the same ``PerRank`` are not among them.
+        user_metadata: What the caller of the save wanted to keep with the checkpoint.
         record: What the load did, by phase and rank: seconds, bytes, waits, the slowest rank.
     """
 
     loaded: tuple[str, ...] = ()
     left_alone: tuple[str, ...] = ()
     not_asked_for: tuple[str, ...] = ()
+    user_metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
     record: TransferRecord | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:

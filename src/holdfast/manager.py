@@ -42,6 +42,8 @@ from holdfast._background.save_future import SaveFuture
 from holdfast._background.staged_copy import prepare_staging
 from holdfast._engine.stateful_objects import open_states
 from holdfast._manager.background_pruning import BackgroundPruning
+from holdfast._manager.preemption_notice import ignore_preemption
+from holdfast._manager.refused_save import RefusingPlanner
 from holdfast._manager.restoring import RestoredStep, restore_newest
 from holdfast._manager.save_decision import SaveDecision
 from holdfast._manager.step_queries import StepQueries
@@ -71,7 +73,7 @@ from holdfast._steps.run_root import RunRoot
 from holdfast._steps.step_metadata import METRICS, STEP, USER
 from holdfast._steps.step_names import DEFAULT_NAME, StepNames
 from holdfast._writer_process.client import start_writer_process
-from holdfast.errors import CheckpointError, UsageError
+from holdfast.errors import CheckpointError, StorageError, UsageError
 from holdfast.metadata import Metadata
 from holdfast.staging import DefaultStager
 from holdfast.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save, save
@@ -95,6 +97,7 @@ __all__ = [
     "Steps",
     "WhenPolicy",
     "Within",
+    "ignore_preemption",
 ]
 
 logger = logging.getLogger(__name__)
@@ -110,7 +113,9 @@ class CheckpointManager(StepQueries):
     - Deleting is done in a thread on rank 0, and no save waits for it.
     - All ranks decide alike: ``should_save`` returns the same on every rank for a step.
     - If a run goes back to an earlier step, the log says so. From the next save on, ``latest`` is a step of
-      the new run, although the old one had higher numbers.
+      the new run, although the old one had higher numbers. If that cannot be noted in the root, the save
+      fails.
+    - Managers of several processes may save below one root. None deletes the step that it saved last.
 
     It must be made on every rank of the group, and ``save``, ``async_save``, ``restore`` and ``should_save``
     must be called on every rank. All other methods work on any one rank.
@@ -249,7 +254,7 @@ class CheckpointManager(StepQueries):
             UsageError: The manager is for reading only or closed, or the step is not a number of 0 or more.
             CheckpointException: As of :func:`holdfast.save`. No other step has been touched.
         """
-        with self._saving(step, metrics, metadata) as where:
+        with self._saving(step, metrics, metadata, options) as where:
             result = save(state, **where, **options)
         self._committed(step)
         return result
@@ -274,7 +279,7 @@ class CheckpointManager(StepQueries):
         newest = self._newest
         options.setdefault("async_stager", self._stager)
         options.setdefault("async_checkpointer_type", self._type)
-        with self._saving(step, metrics, metadata) as where:
+        with self._saving(step, metrics, metadata, options) as where:
             made = async_save(state, **where, **options)
         future: Any = made.upload_completion if isinstance(made, AsyncSaveResponse) else made
         self._guard.staging = future.staged
@@ -285,11 +290,15 @@ class CheckpointManager(StepQueries):
 
     @contextmanager
     def _saving(
-        self, step: int, metrics: Mapping[str, float] | None, metadata: Mapping[str, Any] | None
+        self,
+        step: int,
+        metrics: Mapping[str, float] | None,
+        metadata: Mapping[str, Any] | None,
+        options: dict[str, Any],
     ) -> Iterator[dict[str, Any]]:
         """Begin the save of a step, and give its arguments; an exception is that the save has failed."""
         newest = self._newest
-        kept = self._begin(step, metrics, metadata)
+        kept = self._begin(step, metrics, metadata, options)
         place = self._root.place_of(self._root.names.folder(step))
         try:
             yield {"checkpoint_id": place, "user_metadata": kept, **self._group}
@@ -298,8 +307,13 @@ class CheckpointManager(StepQueries):
             raise
 
     def _begin(
-        self, step: int, metrics: Mapping[str, float] | None, metadata: Mapping[str, Any] | None
+        self,
+        step: int,
+        metrics: Mapping[str, float] | None,
+        metadata: Mapping[str, Any] | None,
+        options: dict[str, Any],
     ) -> dict[str, Any]:
+        """Note that a step is being saved; returns what to keep with it. Options change if it must fail."""
         self._check_may_write()
         if self._is_closed:
             raise UsageError(f"{self._root.place}: this manager is closed: make another one")
@@ -307,7 +321,7 @@ class CheckpointManager(StepQueries):
             raise UsageError(f"a step is a whole number of 0 or more, not {step!r}", found=step)
         plain = _metrics_as_numbers(metrics or {})
         if self._newest is not None and step < self._newest:
-            self._go_back(step, self._newest)
+            options |= self._go_back(step, self._newest)
         self._guard.wait()
         self._decision.saving = None
         self._newest = step
@@ -315,25 +329,35 @@ class CheckpointManager(StepQueries):
         self._background.leave_alone(self._root.names.folder(step))
         return {STEP: step, METRICS: plain, USER: dict(metadata or {})}
 
-    def _go_back(self, step: int, newest: int) -> None:
-        """The run goes back: say so, and remember which steps it has left behind."""
+    def _go_back(self, step: int, newest: int) -> dict[str, Any]:
+        """The run goes back: say so, and remember which steps it has left behind.
+
+        If that cannot be remembered, the save must fail: the steps from before would count as newer, and the
+        next prune would delete what was just saved. Returns what makes it fail, on all ranks.
+        """
         if not self._is_coordinator:
-            return
+            return {}
         if self._decision.saving is not None:
             # What it commits must be among the steps that are left behind.
             wait_for_futures([self._decision.saving])
         try:
             later = self._root.abandon_after(step, self._root.find_steps())
         except (CheckpointError, OSError) as error:
-            logger.warning("%s: cannot note that the run went back: %s", self._root.place, error)
-            return
+            refusal = StorageError(
+                f"{self._root.place}: the run goes back from step {newest} to step {step}, and that could "
+                f"not be noted in the root, so step {step} was not saved: {error}",
+                path=self._root.place,
+            )
+            return {"planner": RefusingPlanner(refusal), "check_replicas": None}
         logger.warning(
             "%s: the run goes back: it saves step %d, and had saved step %d. From now on step %d is the "
             "newest, and these are older, and deleted as keep= says: %s",
             *(self._root.place, step, newest, step, ", ".join(map(str, later)) or "none"),
         )
+        return {}
 
     def _committed(self, step: int) -> None:
+        self._pruning.saved_last = self._root.names.folder(step)
         self._background.release(self._root.names.folder(step))
         if self._is_coordinator and not isinstance(self._pruning.keep, All):
             self._background.request()

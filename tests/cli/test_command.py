@@ -83,6 +83,29 @@ def test_wrong_usage_is_2_and_explained(holdfast: Command, words: tuple[str, ...
     assert "GLOB\n" not in found.err.splitlines(keepends=True)[-1]
 
 
+@pytest.mark.parametrize("command", ["steps", "prune"])
+def test_what_is_not_the_folder_of_a_run_is_named(
+    holdfast: Command, originals: Path, tmp_path: Path, command: str
+) -> None:
+    words = [command] if command == "steps" else [command, "--last", "1"]
+    found = holdfast(*words, originals / "tiny")
+    assert (found.code, found.out) == (2, "")
+    assert "is a checkpoint, and not the folder of a run: name the folder that it is in" in found.err
+    (tmp_path / "empty").mkdir()
+    assert holdfast(*words, tmp_path / "empty").code == 0
+    shutil.copytree(originals / "tiny", tmp_path / "best")
+    found = holdfast(*words, tmp_path)
+    assert (found.code, found.out) == (3, "")
+    assert "no folder here is called as a step (it has best, empty)" in found.err
+    assert "--name" in found.err
+    assert (tmp_path / "best" / ".metadata").exists()
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "steps"])
+def test_a_place_that_nothing_serves_is_wrong_usage(holdfast: Command, command: str) -> None:
+    assert holdfast(command, "nonsense://x/y").code == 2
+
+
 @pytest.mark.parametrize("threads", ["0", "-1", "many"])
 def test_threads_are_a_positive_number(holdfast: Command, originals: Path, threads: str) -> None:
     assert holdfast("verify", originals / "tiny", f"--threads={threads}").code == 2

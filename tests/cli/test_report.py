@@ -17,6 +17,8 @@ from tests.support.checkpoints import data_file, flip_bit
 from torch.distributed.tensor import Replicate, Shard
 
 import holdfast as hf
+from holdfast.cli import run_summary
+from holdfast.cli.pages import run_page
 from holdfast.manager import CheckpointManager
 from holdfast.testing import FakeRank, FakeRanks
 
@@ -165,6 +167,33 @@ def test_a_run_is_drawn_with_its_steps(report: Reported, run_folder: Path, tmp_p
 def test_a_run_without_a_policy_says_that_none_is_stored(report: Reported, run_folder: Path) -> None:
     _, page = report(run_folder)
     assert "not stored" in page.sections["Steps, the newest first"]
+
+
+def test_of_a_long_run_only_the_newest_steps_are_read(
+    report: Reported, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (run_summary, run_page):
+        monkeypatch.setattr(module, "MOST_READ", 2)
+    _, page = report(run_folder)
+    assert "(newest 2)" in page.text
+    table = page.sections["Steps, the newest first"]
+    assert "loss=2" in table
+    assert "loss=1" not in table  # of step 10
+
+
+def test_what_could_not_be_checked_is_not_called_sound(
+    report: Reported, holdfast: Command, tmp_path: Path
+) -> None:
+    hf.save({"a": torch.ones(300), "b": torch.ones(300)}, checkpoint_id=tmp_path / "ours", no_dist=True)
+    model = tmp_path / "model"
+    hf.convert(tmp_path / "ours", model, to="safetensors", max_shard_size="1500B")
+    assert ": sound: " in holdfast("verify", model).out
+    name = model / "model-00002-of-00002.safetensors"
+    save_file({"b": torch.ones(300)}, name)  # as other programs do, without checksums
+    assert ": sound as far as it could be checked: " in holdfast("verify", model).out
+    _, page = report(model, "--verify")
+    assert "Sound as far as it could be checked 1.2 KiB were read" in page.text
+    assert ": complete, content not checked: " in holdfast("verify", name).out
 
 
 def test_steps_of_a_run_are_not_verified_together(holdfast: Command, run_folder: Path) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import torch
 from tests.support.checkpoints import data_file, read_manifest, write_manifest
 
 import holdfast as hf
+from holdfast._manager.background_pruning import _close_all
 from holdfast.errors import (
     MetadataFormatError,
     NewerFormatError,
+    StorageError,
     TruncatedFileError,
     UnsafeMetadataError,
     UsageError,
@@ -149,6 +152,55 @@ def test_a_run_that_goes_back_leaves_a_save_behind_that_is_still_running(tmp_pat
         manager.save(20, state_of(20))
         assert manager.latest() == 20
     assert CheckpointManager(tmp_path).steps() == [20]
+
+
+def test_a_run_that_cannot_note_that_it_goes_back_saves_nothing_and_deletes_nothing(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, keep=Last(1)) as manager:
+        manager.save(30, state_of(30))
+        (tmp_path / ".holdfast-abandoned.json").mkdir()
+        with pytest.raises(StorageError, match=r"from step 30 to step 20.*could not be noted"):
+            manager.save(20, state_of(20))
+        failed = manager.async_save(21, state_of(21), check_replicas="full").exception()
+        assert isinstance(failed, StorageError)
+        with pytest.raises(StorageError):
+            manager.wait()
+        assert manager.steps() == [30]
+        (tmp_path / ".holdfast-abandoned.json").rmdir()
+        manager.save(20, state_of(20))
+    assert CheckpointManager(tmp_path).steps() == [20]
+
+
+def test_a_manager_does_not_delete_what_it_saved_last_if_another_one_saves_higher_steps(
+    tmp_path: Path,
+) -> None:
+    with CheckpointManager(tmp_path, keep=Last(1)) as one, CheckpointManager(tmp_path, keep=Last(1)) as other:
+        one.save(20, state_of(20))
+        one.wait()
+        other.save(30, state_of(30))
+        other.wait()
+        one.save(25, state_of(25))
+        one.wait()
+        assert one.steps() == [25, 30]
+
+
+def test_a_forked_child_that_ends_does_not_wait_for_the_deletions_of_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, goes_on = CheckpointManager(tmp_path, keep=Last(1)), threading.Event()
+    manager.save(1, state_of(1))
+    plan = manager._pruning.plan
+    monkeypatch.setattr(manager._pruning, "plan", lambda: goes_on.wait() and plan())
+    manager.save(2, state_of(2))
+    began = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        _close_all()  # as sys.exit does
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert time.monotonic() - began < 4
+    goes_on.set()
+    manager.close()
+    assert manager.steps() == [2]
 
 
 def test_nothing_is_deleted_while_nobody_knows_which_step_is_the_newest(tmp_path: Path) -> None:

@@ -74,6 +74,19 @@ def test_of_equal_metrics_the_newer_step_is_better() -> None:
     assert kept(Best(1, "loss"), steps(1, 2, 3, 4, loss=[5.0, 5, 5, 9])) == [3, 4]
 
 
+@pytest.mark.parametrize("jump", [-100, -1, 100])
+def test_a_clock_that_jumps_makes_no_step_that_was_kept_before_one_to_delete(jump: int) -> None:
+    given, stay = list[StepFacts](), set[int]()
+    for number in range(40):
+        hours = number / 2 + (jump if number >= 20 else 0)
+        given = [step for step in given if step.number in stay or step is given[-1]]
+        given.append(StepFacts(number, hours * HOUR))
+        now = set(Every("3h").keeps(given))
+        assert stay <= now
+        stay = now
+    assert 20 / 3 <= len(stay) + 1 <= 20 / 3 + 3
+
+
 def test_policies_are_values() -> None:
     assert Last(3) | Every(10) == Last(3) | Every(10)
     assert len({Last(3), Last(3), Last(2)}) == 2

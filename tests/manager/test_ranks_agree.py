@@ -50,3 +50,13 @@ def test_a_damaged_newest_step_is_named_on_all_ranks_and_the_one_before_is_used(
     assert [one.value for one in found] == [(20, [30], 20.0, 20)] * 3, found
     assert all("step 30 cannot be restored" in one.stderr for one in found)
     assert (root / "step-30" / ".metadata").exists()
+
+
+def test_a_run_that_cannot_note_that_it_goes_back_fails_to_save_on_all_ranks(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    run_ranks(programs.save_steps, 2, str(root), [10, 20, 30])
+    (root / ".holdfast-abandoned.json").mkdir()
+    found = run_ranks(programs.save_steps, 2, str(root), [15])
+    assert [kind for kind, _ in found] == ["raised"] * 2, found
+    assert all("could not be noted" in str(error) for _, error in found), found
+    assert sorted(path.parent.name for path in root.glob("*/.metadata")) == ["step-20", "step-30"]

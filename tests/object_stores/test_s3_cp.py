@@ -1,13 +1,15 @@
-"""``holdfast cp`` and ``holdfast diff`` between a folder and an object store."""
+"""``holdfast cp``, ``diff`` and ``bench`` between a folder and an object store."""
 
 import json
 from pathlib import Path
 
+import obstore
 import pytest
 from tests.object_stores.states import load, save, state_of, store_of
 from tests.support.s3_server import S3Server
 
 import holdfast
+from holdfast._io.bucket_client import BucketAccess
 from holdfast.cli import main
 
 pytestmark = pytest.mark.slow
@@ -33,3 +35,12 @@ def test_a_checkpoint_goes_to_a_bucket_and_back(
     holdfast.save(state_of(3.0, LARGE), checkpoint_id=tmp_path / "b")
     assert main(["diff", place, str(tmp_path / "b"), "--json"]) == 1
     assert [value["key"] for value in json.loads(capsys.readouterr().out)["values"]] == ["a", "nested.text"]
+
+
+def test_bench_leaves_nothing_in_the_bucket(
+    s3: S3Server, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", place, "--size", "1MiB", "--rounds", "1"]) == 0
+    assert "save" in capsys.readouterr().out
+    client = BucketAccess(place).open()
+    assert list(obstore.list(client).collect()) == []

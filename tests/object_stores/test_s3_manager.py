@@ -58,6 +58,26 @@ def test_steps_are_pruned_restored_and_their_metrics_read_once(
     assert "loss=4" in capsys.readouterr().out
 
 
+def test_a_damaged_newest_step_costs_one_more_read_of_metadata(proxy: S3Proxy, place: str) -> None:
+    with CheckpointManager(place, no_dist=True) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step), metrics={"loss": float(step)})
+
+    def metadata_reads() -> list[str]:
+        proxy.clear()
+        restored = manager.restore(state_of(0))
+        assert restored is not None
+        assert restored.metrics == {"loss": float(restored.step)}
+        asked = [each.key for each in proxy.requests if each.method == "GET"]
+        return [key.split("/")[-2] for key in asked if key.endswith("/.metadata")]
+
+    assert metadata_reads() == ["step-2"]
+    client = BucketAccess(place).open()
+    (data,) = [one["path"] for one in obstore.list(client, "step-2").collect() if "distcp" in one["path"]]
+    obstore.put(client, data, bytes(1000))
+    assert metadata_reads() == ["step-2", "step-1"]
+
+
 def save_and_prune(place: str, environment: dict[str, str], pid: str) -> None:
     """Runs in a process that is killed."""
     Path(pid).write_text(str(os.getpid()))

@@ -236,6 +236,8 @@ def test_tree_and_info_read_no_values(root: Path) -> None:
             view["nobody"]
         with pytest.raises(MissingKeyError):
             view.info("nobody")
+        with pytest.raises(KeyError, match=r"has no key 'modle\.lagre'; there are model\.large"):
+            view["modle.lagre"]
 
 
 def test_repr_is_for_people_and_html_is_escaped(root: Path, tmp_path: Path) -> None:

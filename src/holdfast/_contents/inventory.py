@@ -4,12 +4,12 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from holdfast._contents.nested_state import Container
 from holdfast._format import metadata_file
-from holdfast._format.description import ints
+from holdfast._format.description import OBJECT, ints
 from holdfast._format.dtypes import DTYPES
 from holdfast._format.item_table import StorageInfo
 from holdfast._format.manifest import Manifest, decode, decode_user_metadata
@@ -247,11 +247,34 @@ def inventory_of(
 def _entries(manifest: Manifest) -> Iterator[TensorEntry | ObjectEntry]:
     # An item of -1 bytes has no place: only torch's metadata may describe such a chunk.
     items = (item if item.length >= 0 else None for item in manifest.items())
+    if manifest.all_are_whole():
+        yield from _whole_entries(manifest, items)
+        return
     for key, properties, numbers, boxes in manifest.entries():
         if properties is None:
             yield ObjectEntry(key, next(items))
             continue
         shape, dtype = tuple(numbers), manifest.properties[properties][0]
         chunks = [StoredChunk(tuple(offsets), tuple(lengths), next(items)) for offsets, lengths in boxes]
-        nbytes = DTYPES[dtype].itemsize * math.prod(shape) if dtype in DTYPES else None
-        yield TensorEntry(key, dtype, shape, nbytes, chunks)
+        yield TensorEntry(key, dtype, shape, _nbytes(dtype, shape), chunks)
+
+
+def _whole_entries(
+    manifest: Manifest, items: Iterator[StorageInfo | None]
+) -> Iterator[TensorEntry | ObjectEntry]:
+    """The same where every tensor is one chunk, in half of the time: the largest listings are such."""
+    ndims, numbers = iter(manifest.tensor_ndims), ints(manifest.tensor_shapes, "q").tolist()
+    properties, at = iter(ints(manifest.tensor_properties, "I")), 0
+    for key, kind, item in zip(manifest.keys, manifest.kinds, items, strict=True):
+        if kind == OBJECT:
+            yield ObjectEntry(key, item)
+            continue
+        ndim = next(ndims)
+        shape, at = tuple(numbers[at : at + ndim]), at + ndim
+        dtype = manifest.properties[next(properties)][0]
+        yield TensorEntry(key, dtype, shape, _nbytes(dtype, shape), [StoredChunk((0,) * ndim, shape, item)])
+
+
+@lru_cache(maxsize=4096)  # models repeat their shapes layer by layer
+def _nbytes(dtype: str, shape: Ints) -> int | None:
+    return DTYPES[dtype].itemsize * math.prod(shape) if dtype in DTYPES else None

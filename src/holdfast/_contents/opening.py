@@ -134,6 +134,6 @@ def _explain_absence(path: str, names: list[str], store: FileSource) -> str:
             f"{path.rstrip('/')}/{below[0]}"
         )
     if not names:
-        return f"{path}: the folder is empty"
+        return f"{path}: {'nothing is there' if local_path(path) is None else 'the folder is empty'}"
     near = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
     return f"{path}: no checkpoint here; it has no {METADATA} (it has {near})"

@@ -25,12 +25,16 @@ def read_metadata(reader: ReaderPort, exchange: Exchange) -> tuple[Metadata, boo
     def read() -> Metadata | None:
         try:
             found = reader.read_metadata()
-            # Without its record: that of a save by 10,000 ranks is nearly a megabyte, which no load needs.
-            return found if found.record is None else replace(found)
         except FileNotFoundError:
             if not reader.has_rank_metadata:
                 raise
             return None
+        if found.record is None:
+            return found
+        # Without its record: that of a save by 10,000 ranks is nearly a megabyte, which no load needs.
+        sent = replace(found)
+        sent.user_metadata = found.user_metadata
+        return sent
 
     if reader.metadata_is_alike:
         shared = exchange.share("read metadata", read)

@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from holdfast._collector import paused_collector
@@ -142,7 +142,7 @@ class _LoadSteps:
         told = self._exchange.agree("read", read_and_measure, join)
         if not self._exchange.is_coordinator:
             recorder.learn(told)
-        return self._result
+        return replace(self._result, user_metadata=stored.user_metadata or {})
 
     @paused_collector()
     def _need(self, stored: Metadata, *, is_shared: bool) -> _Need:

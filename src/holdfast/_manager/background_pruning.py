@@ -2,6 +2,7 @@
 
 import atexit
 import logging
+import os
 import threading
 import weakref
 
@@ -24,6 +25,7 @@ class BackgroundPruning:
 
     def __init__(self, pruning: Pruning) -> None:
         self.pruning = pruning
+        self._owner = os.getpid()
         self._turn = threading.Lock()
         self._state = threading.Condition()
         self._is_wanted = False
@@ -70,6 +72,8 @@ class BackgroundPruning:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Return when nothing is being deleted; False if that takes longer than ``timeout`` seconds."""
+        if os.getpid() != self._owner:
+            return True  # a forked child does not have the thread
         with self._state:
             return self._state.wait_for(lambda: self._thread is None, timeout)
 

@@ -11,7 +11,7 @@ from holdfast._ranks.group_exchange import open_exchange
 from holdfast._steps.pruning import mark_damaged
 from holdfast._steps.run_root import RunRoot
 from holdfast._steps.step_list import Step
-from holdfast._steps.step_metadata import METRICS, USER, read_user_metadata
+from holdfast._steps.step_metadata import METRICS, USER
 from holdfast._steps.step_names import KNOWN_FORMS, guess_names
 from holdfast.errors import (
     CheckpointException,
@@ -78,7 +78,7 @@ def restore_newest(
             continue
         if is_coordinator and step.is_damaged and not read_only:
             root.forget_damage(step.folder, root.store.names())
-        kept = _kept_with(root, step, group)
+        kept = result.user_metadata
         return RestoredStep(step.number, kept.get(METRICS, {}), kept.get(USER, {}), result, skipped)
     if first_error is not None:
         raise first_error
@@ -128,11 +128,6 @@ def _refuse_other_places(root: RunRoot) -> None:
             path=root.place,
             found=sorted(complete),
         )
-
-
-def _kept_with(root: RunRoot, step: Step, group: Mapping[str, Any]) -> dict[str, Any]:
-    with open_exchange(group["process_group"], purpose="restore", no_dist=group["no_dist"]) as exchange:
-        return exchange.share("read what was kept", lambda: read_user_metadata(root.open_step(step.folder)))
 
 
 def _is_of_the_step(error: CheckpointException, options: Mapping[str, Any]) -> bool:

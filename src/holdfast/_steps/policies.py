@@ -124,7 +124,7 @@ class Every(KeepPolicy):
 
     ``Every(1000)`` keeps the steps that are multiples of 1000. ``Every(1000, nearest=True)`` keeps the first
     step at or after each multiple, for runs that do not save exactly there. ``Every("6h")`` keeps steps that
-    were saved at least six hours after the one kept before.
+    were saved at least six hours after the one kept before; a jump of the clock may keep one more.
     """
 
     interval: int | str
@@ -343,9 +343,10 @@ def policies_in(policy: Policy) -> tuple[Policy, ...]:
 
 
 def _spaced(steps: Sequence[StepFacts], seconds: float) -> list[int]:
+    # In the order of the run, not of time: then a step that was kept once stays kept, however clocks jump.
     kept, last = list[int](), -math.inf
-    for step in sorted(steps, key=lambda step: step.time or 0.0):
-        if step.time is None or step.time - last >= seconds:
+    for step in steps:
+        if step.time is None or abs(step.time - last) >= seconds:
             kept.append(step.number)
             last = step.time if step.time is not None else last
     return kept

@@ -1,8 +1,9 @@
 """Deletes the steps of a run that a policy does not keep.
 
-What is never deleted: the newest step that is complete and has all its files, what is pinned, what is not
-complete, what is known to be damaged, and folders that are links. Before anything is deleted the files of the
-newest step are compared with its metadata: names and sizes, not every byte.
+What is never deleted: the newest step that is complete and has all its files, the step that this process
+saved last, what is pinned, what is not complete, what is known to be damaged, and folders that are links.
+Before anything is deleted the files of the newest step are compared with its metadata: names and sizes, not
+every byte.
 """
 
 import logging
@@ -49,6 +50,8 @@ class Pruning:
         root: The root.
         keep: What is kept.
         in_use: Folders that are left alone, because somebody saves into them.
+        saved_last: The folder that this process saved last. It is the newest step, unless another process
+            saves below the same root.
         current: The folder that is being deleted.
         failed: How many deletions have failed so far. They are tried again the next time.
     """
@@ -56,6 +59,7 @@ class Pruning:
     root: RunRoot
     keep: KeepPolicy
     in_use: set[str] = field(default_factory=set)
+    saved_last: str | None = None
     current: str | None = None
     failed: int = 0
 
@@ -68,8 +72,10 @@ class Pruning:
         needs_metrics = any(getattr(part, "needs_metrics", False) for part in policies_in(self.keep))
         metadata = self.root.metadata.of(usable, found.files) if needs_metrics else {}
         # What a link points to is elsewhere, and not ours to delete.
-        links = {step.number for step in usable if self.root.is_link(step.folder)}
-        doomed = set(steps_to_delete(self.keep, facts_of(usable, metadata))) - links
+        spared = {
+            step.number for step in usable if step.folder == self.saved_last or self.root.is_link(step.folder)
+        }
+        doomed = set(steps_to_delete(self.keep, facts_of(usable, metadata))) - spared
         return PrunePlan(
             found,
             tuple(step for step in usable if step.number not in doomed),

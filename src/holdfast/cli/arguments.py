@@ -190,7 +190,8 @@ def _numbers(text: str) -> list[int]:
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    _add_checkpoint(parser)
+    parser.add_argument("path", metavar="DIR", help="a folder or URL on the storage to measure")
+    _add_json(parser)
     parser.add_argument(
         "--size",
         type=_size,

@@ -3,23 +3,14 @@
 import argparse
 import sys
 
-from holdfast.cli.error_lines import complain
-from holdfast.cli.exit_codes import FINE, WRONG_USAGE
+from holdfast.cli.exit_codes import FINE
 from holdfast.cli.text import Style, counted, printable, size_text, write_json, write_lines
-from holdfast.errors import UsageError
 
 __all__ = ["run"]
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Convert; print what was converted and return the exit code."""
-    try:
-        return _convert(arguments)
-    except UsageError as error:
-        return complain(str(error), WRONG_USAGE)
-
-
-def _convert(arguments: argparse.Namespace) -> int:
     # It brings torch, which takes seconds; looking at checkpoints must not.
     from holdfast.conversion import convert  # noqa: PLC0415
 

@@ -7,10 +7,11 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from holdfast._any_format import open_checkpoint
 from holdfast._contents.checking_parts import part_jobs
 from holdfast._contents.findings import Findings
 from holdfast._contents.inventory import Inventory, read_inventory
-from holdfast._contents.opening import SafetensorsModel, find_checkpoint
+from holdfast._contents.opening import Checkpoint, SafetensorsModel
 from holdfast._format import metadata_file
 from holdfast._format.metadata_file import LARGEST_METADATA
 from holdfast._io import pool
@@ -30,11 +31,13 @@ _THREADS = 4
 
 def run(arguments: argparse.Namespace) -> int:
     """Copy, check, commit; print what was copied and return the exit code."""
-    checkpoint = find_checkpoint(arguments.path)
-    if isinstance(checkpoint, SafetensorsModel):
+    checkpoint = open_checkpoint(arguments.path)
+    if type(checkpoint) is not Checkpoint:
+        is_model = isinstance(checkpoint, SafetensorsModel)
+        what = "model of safetensors files" if is_model else "file of torch.save"
         raise UsageError(
-            f"{checkpoint.url}: is a model of safetensors files, and cp copies checkpoints: use "
-            "`holdfast convert`, or copy its files",
+            f"{checkpoint.url}: is a {what}, and cp copies checkpoints: use `holdfast convert`, or copy its "
+            "files",
             path=checkpoint.url,
         )
     target = open_place(arguments.target)

@@ -9,9 +9,8 @@ from holdfast._steps.policies import Best, Every, KeepPolicy, Last, Steps, Withi
 from holdfast._steps.pruning import PrunePlan, Pruning
 from holdfast._steps.run_root import RunRoot
 from holdfast._steps.step_metadata import METRICS
-from holdfast.cli.error_lines import complain
-from holdfast.cli.exit_codes import FINE, UNREADABLE, WRONG_USAGE
-from holdfast.cli.run_steps import open_root
+from holdfast.cli.exit_codes import FINE, UNREADABLE
+from holdfast.cli.run_steps import check_is_run, open_root
 from holdfast.cli.text import counted, printable, write_json, write_lines
 from holdfast.errors import UsageError
 
@@ -20,13 +19,11 @@ __all__ = ["keep_policy", "run"]
 
 def run(arguments: argparse.Namespace) -> int:
     """Delete, or with --dry-run only tell; returns the exit code."""
-    try:
-        pruning = Pruning(open_root(arguments.path, arguments.name), _needed_policy(arguments))
-        plan = pruning.plan()
-        if arguments.metric is not None:
-            _check_metric(arguments.metric, pruning.root, plan)
-    except UsageError as error:
-        return complain(str(error), WRONG_USAGE)
+    pruning = Pruning(open_root(arguments.path, arguments.name), _needed_policy(arguments))
+    plan = pruning.plan()
+    check_is_run(pruning.root, plan.found)
+    if arguments.metric is not None:
+        _check_metric(arguments.metric, pruning.root, plan)
     doomed = [step.number for step in plan.doomed]
     deleted = doomed if arguments.dry_run else pruning.run()
     if arguments.json:

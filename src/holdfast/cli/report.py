@@ -7,7 +7,7 @@ from holdfast._any_format import open_checkpoint
 from holdfast._contents.findings import Findings
 from holdfast._contents.opening import Checkpoint
 from holdfast._contents.verifying import check_checkpoint, limits
-from holdfast.cli.exit_codes import DAMAGED, FINE, WRONG_USAGE
+from holdfast.cli.exit_codes import DAMAGED, FINE
 from holdfast.cli.pages.checkpoint_page import Integrity, checkpoint_page
 from holdfast.cli.pages.joined_parts import join_parts
 from holdfast.cli.pages.run_page import run_page
@@ -24,14 +24,6 @@ __all__ = ["run"]
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the page, and return the exit code: damaged if the page tells of damage."""
-    try:
-        return _report(arguments)
-    except UsageError as error:
-        print("holdfast:", printable(str(error)), file=sys.stderr)
-        return WRONG_USAGE
-
-
-def _report(arguments: argparse.Namespace) -> int:
     try:
         checkpoint = open_checkpoint(arguments.path)
     except CheckpointNotFoundError:
@@ -79,6 +71,7 @@ def _verified(checkpoint: Checkpoint, arguments: argparse.Namespace) -> Integrit
         wrong=[f"{where_text(damage)}: {damage.message}" for damage in found.sorted_damages()],
         notes=[*found.notes, *limits(parts, found)],
         checked_nbytes=found.checked_nbytes,
+        unchecked=sum(found.unchecked.values()),
     )
 
 
@@ -96,6 +89,7 @@ def _write(arguments: argparse.Namespace, page: str, integrity: Integrity) -> No
                 "output": arguments.output,
                 "nbytes": len(data),
                 "verified": integrity.checked_nbytes is not None,
+                "unchecked": integrity.unchecked,
                 "wrong": integrity.wrong,
             }
         )

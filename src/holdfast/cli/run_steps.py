@@ -3,14 +3,16 @@
 import os
 from datetime import datetime, timezone
 
+from holdfast._format.names import METADATA, metadata_rank
 from holdfast._io.places import local_path
 from holdfast._io.store import FileFacts
+from holdfast._steps.root_files import PREFIX
 from holdfast._steps.run_root import RunRoot
-from holdfast._steps.step_list import Step
+from holdfast._steps.step_list import Step, StepList
 from holdfast._steps.step_names import StepNames, guess_names
-from holdfast.errors import CheckpointNotFoundError
+from holdfast.errors import CheckpointNotFoundError, UsageError
 
-__all__ = ["notes_of", "open_root", "state_of", "time_of", "time_text"]
+__all__ = ["check_is_run", "notes_of", "open_root", "state_of", "time_of", "time_text"]
 
 
 def open_root(path: str, form: str | None) -> RunRoot:
@@ -32,6 +34,35 @@ def open_root(path: str, form: str | None) -> RunRoot:
     if form is None:
         root.names = guess_names(root.store.below().folders)
     return root
+
+
+def check_is_run(root: RunRoot, found: StepList) -> None:
+    """Raise if a folder without steps is something else than a run that has saved nothing yet.
+
+    Raises:
+        UsageError: It is a checkpoint.
+        CheckpointNotFoundError: It has other things, or does not exist.
+    """
+    if found.steps:
+        return
+    below = root.store.below()
+    if METADATA in below.files or any(metadata_rank(name) is not None for name in below.files):
+        raise UsageError(
+            f"{root.place} is a checkpoint, and not the folder of a run: name the folder that it is in",
+            path=root.place,
+        )
+    there = sorted({*below.folders, *(name for name in below.files if not name.startswith(PREFIX))})
+    if there or local_path(root.place) is None:
+        has = (
+            f"it has {', '.join(there[:3])}{', ...' if len(there) > 3 else ''}"
+            if there
+            else "nothing is there"
+        )
+        raise CheckpointNotFoundError(
+            f"{root.place}: no folder here is called as a step ({has}). Folders of steps have a number at "
+            "the end of their names; for other names pass --name, as in --name 'run-{step}-final'",
+            path=root.place,
+        )
 
 
 def state_of(step: Step) -> str:

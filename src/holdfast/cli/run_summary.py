@@ -17,7 +17,10 @@ from holdfast._steps.step_list import Step, StepList
 from holdfast._steps.step_metadata import METRICS, facts_of
 from holdfast.errors import CheckpointError
 
-__all__ = ["RunStep", "policy_text", "summarize_run"]
+__all__ = ["MOST_READ", "RunStep", "policy_text", "summarize_run"]
+
+MOST_READ = 1000
+"""Of how many steps, the newest, the size, duration and metrics are read: each takes two requests."""
 
 
 class RunStep(NamedTuple):
@@ -56,18 +59,22 @@ def summarize_run(root: RunRoot, keep: KeepPolicy | None) -> list[RunStep]:
         keep: By which policy steps are kept; None if the user did not say, as no file says it.
     """
     found = root.find_steps()
-    known = root.metadata.of(found.usable, found.files)
+    needs_metrics = keep is not None and any(
+        getattr(part, "needs_metrics", False) for part in policies_in(keep)
+    )
+    known = root.metadata.of(found.usable if needs_metrics else found.usable[-MOST_READ:], found.files)
     read: dict[str, _Read] = {}
 
     def read_step(step: Step) -> None:
         read[step.folder] = _read_step(root.open_step(step.folder), step)
 
-    pool.run([partial(read_step, step) for step in found], threads=root.store.traits.requests_in_flight)
+    newest = found.steps[-MOST_READ:]
+    pool.run([partial(read_step, step) for step in newest], threads=root.store.traits.requests_in_flight)
     reasons = _reasons(found, known, keep)
     return [
         RunStep(
             step,
-            *read[step.folder],
+            *read.get(step.folder, _Read()),
             metrics=known.get(step.number, {}).get(METRICS, {}),
             reasons=reasons.get(step.number, ()),
         )

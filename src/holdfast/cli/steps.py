@@ -7,7 +7,7 @@ from typing import Any
 from holdfast._steps.step_list import Step
 from holdfast._steps.step_metadata import METRICS
 from holdfast.cli.exit_codes import FINE
-from holdfast.cli.run_steps import notes_of, open_root, state_of, time_of, time_text
+from holdfast.cli.run_steps import check_is_run, notes_of, open_root, state_of, time_of, time_text
 from holdfast.cli.text import aligned, printable, write_json, write_lines
 
 __all__ = ["run"]
@@ -17,6 +17,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the steps, and return the exit code."""
     root = open_root(arguments.path, arguments.name)
     found = root.find_steps()
+    check_is_run(root, found)
     known = root.metadata.of(found.usable, found.files) if arguments.metrics else {}
     metrics = {number: values.get(METRICS, {}) for number, values in known.items()}
     if arguments.json:

@@ -1,6 +1,5 @@
 """Owns what ``holdfast bench`` measures: how fast a place takes and gives a checkpoint, ours and torch's."""
 
-import contextlib
 import os
 import shutil
 import time
@@ -91,11 +90,8 @@ class Trial:
         if self.is_local:
             shutil.rmtree(self._root, ignore_errors=True)
             return
-        for side in ("holdfast",):
-            store = open_place(f"{self._root}/{side}")
-            for name in list(store.names()):
-                with contextlib.suppress(OSError):
-                    store.delete(name)
+        store = open_place(f"{self._root}/holdfast")
+        store.delete(sorted(store.names()))
 
     def warm_up(self) -> None:
         """Save and load once with each side, so that no measurement has the time of imports in it."""

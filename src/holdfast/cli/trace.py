@@ -4,7 +4,7 @@ import argparse
 import json
 from collections.abc import Iterator
 
-from holdfast._contents.opening import find_checkpoint
+from holdfast._any_format import open_checkpoint
 from holdfast._human_units import rate_text, seconds_text, size_text
 from holdfast._record_outputs.chrome_trace import chrome_trace
 from holdfast._transfer_record import PhaseSummary, TransferRecord
@@ -19,7 +19,7 @@ __all__ = ["run"]
 def run(arguments: argparse.Namespace) -> int:
     """Print the record of the save, or write it as a trace, and return the exit code."""
     path = arguments.path
-    record = joined_record(part.record for part in find_checkpoint(path).parts())
+    record = joined_record(part.record for part in open_checkpoint(path).parts())
     if record is None:
         raise CheckpointNotFoundError(
             f"{path}: has no record of its save: something else than holdfast wrote it, or an older version",

@@ -47,10 +47,7 @@ def make_tree(entries: Iterable[Entry], paths: dict[str, tuple[Any, ...]], order
         node.nbytes += nbytes
         node.count += 1
         for step in paths.get(entry.key) or entry.key.split("."):
-            # 1 and "1" are different keys, and so are 1 and True.
-            name = (
-                (type(step), step.value, type(step.value)) if type(step) is TypedKey else (type(step), step)
-            )
+            name = step if type(step) is str else _name_of(step)
             child = node.children.get(name)
             if child is None:
                 child = node.children[name] = Node(_label(step))
@@ -61,6 +58,11 @@ def make_tree(entries: Iterable[Entry], paths: dict[str, tuple[Any, ...]], order
     if order is not None:
         _sort(root, _by_size if order == "size" else _by_name)
     return root
+
+
+def _name_of(step: Any) -> tuple[Any, ...]:
+    """A step that is no text: 1 and "1" are different keys, and so are 1 and True."""
+    return (type(step), step.value, type(step.value)) if type(step) is TypedKey else (type(step), step)
 
 
 def _label(step: Any) -> str:
@@ -93,12 +95,16 @@ def branches(root: Node, *, depth: int | None, with_lines: bool) -> Iterator[tup
     stack = [("", iter(root.children.values()), len(root.children))]
     while stack:
         indent, nodes, left = stack.pop()
-        node = next(nodes, None)
-        if node is None:
-            continue
-        stack.append((indent, nodes, left - 1))
-        cut = bool(node.children) and depth is not None and len(stack) >= depth
-        yield indent + (last if left == 1 else middle) + node.label, node, cut
-        if node.children and not cut:
-            below = indent + (blank if left == 1 else through)
-            stack.append((below, iter(node.children.values()), len(node.children)))
+        for node in nodes:
+            branch = indent + (last if left == 1 else middle) + node.label
+            left -= 1
+            if not node.children:
+                yield branch, node, False
+                continue
+            cut = depth is not None and len(stack) + 1 >= depth
+            yield branch, node, cut
+            if not cut:
+                stack.append((indent, nodes, left))
+                below = indent + (through if left else blank)
+                stack.append((below, iter(node.children.values()), len(node.children)))
+                break

@@ -67,8 +67,15 @@ def _lines(
     files = sum(len(part.files) for part in parts)
     items = sum(1 for part in parts for _ in part.items())
     what = f"{counted(items, 'item')} in {counted(files, 'data file')}"
-    verdict = style.bad("DAMAGED") if damages else style.good("sound")
+    verdict = style.bad("DAMAGED") if damages else style.good(_verdict(report))
     yield f"{printable(path)}: {verdict}: {what}, {size_text(report.checked_nbytes)} checked"
+
+
+def _verdict(report: Findings) -> str:
+    """What is said of a checkpoint in which nothing is damaged."""
+    if not report.unchecked:
+        return "sound"
+    return "sound as far as it could be checked" if report.checked_nbytes else "complete, content not checked"
 
 
 def where_text(damage: Damage) -> str:

@@ -30,11 +30,13 @@ class Integrity(NamedTuple):
         wrong: What is wrong, in a sentence each.
         notes: What is worth knowing, and what could not be checked.
         checked_nbytes: How many bytes were read; None if only the sizes of files were compared.
+        unchecked: How many items have nothing that their content could be compared with.
     """
 
     wrong: Sequence[str]
     notes: Sequence[str] = ()
     checked_nbytes: int | None = None
+    unchecked: int = 0
 
 
 def checkpoint_page(place: str, part: Inventory, summary: dict[str, Any], integrity: Integrity) -> str:
@@ -91,6 +93,12 @@ def _verdict(integrity: Integrity) -> str:
             "All files exist and have the right size. There are no checksums to compare their content with."
         )
         return verdict("dim", "Complete", said)
+    if integrity.unchecked:
+        said = (
+            f"{size_text(integrity.checked_nbytes)} were read, and nothing of that is damaged. "
+            f"{counted(integrity.unchecked, 'item')} could not be checked: see the notes at the end."
+        )
+        return verdict("dim", "Sound as far as it could be checked", said)
     said = f"All {size_text(integrity.checked_nbytes)} were read; nothing is damaged."
     return verdict("good", "Sound", said)
 

@@ -6,7 +6,7 @@ from holdfast._human_units import rate_text, seconds_text, size_text
 from holdfast.cli.pages.curve import curve
 from holdfast.cli.pages.page import columns, facts, page, section, table, verdict
 from holdfast.cli.run_steps import state_of, time_of, time_text
-from holdfast.cli.run_summary import RunStep
+from holdfast.cli.run_summary import MOST_READ, RunStep
 from holdfast.cli.text import counted
 
 __all__ = ["run_page"]
@@ -70,7 +70,8 @@ def _figures(steps: Sequence[RunStep], sound: Sequence[RunStep]) -> dict[str, st
         "complete steps": f"{len(sound):,}",
         "incomplete": f"{sum(one.step.commit is None for one in steps):,}",
         "pinned": f"{sum(one.step.is_pinned for one in steps):,}",
-        "on disk": size_text(sum(one.nbytes or 0 for one in steps)),
+        "on disk": size_text(sum(one.nbytes or 0 for one in steps))
+        + (f" (newest {MOST_READ:,})" if len(steps) > MOST_READ else ""),
     }
     if sound:
         figures["newest saved"] = _when(sound[-1])
