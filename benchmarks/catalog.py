@@ -12,6 +12,7 @@ from benchmarks.planning import planning_cases
 from benchmarks.ranks import rank_cases
 from benchmarks.recording import recording_cases
 from benchmarks.restarts import restart_cases
+from benchmarks.safetensors_files import safetensors_cases
 from benchmarks.small import small_cases
 from benchmarks.staging import staging_cases
 
@@ -27,6 +28,7 @@ def all_cases(scale: float) -> list[Case]:
         small_cases,
         slice_cases,
         rank_cases,
+        safetensors_cases,
         compressed_cases,
         memory_cases,
         planning_cases,
