@@ -4,6 +4,7 @@ from benchmarks.async_save import async_save_cases
 from benchmarks.bulk import bulk_cases
 from benchmarks.case import Case
 from benchmarks.compressed import compressed_cases
+from benchmarks.conversions import conversion_cases
 from benchmarks.memory import memory_cases
 from benchmarks.neighbour import neighbour_cases
 from benchmarks.object_store import object_store_cases
@@ -31,6 +32,7 @@ def all_cases(scale: float) -> list[Case]:
         safetensors_cases,
         compressed_cases,
         memory_cases,
+        conversion_cases,
         planning_cases,
         staging_cases,
         async_save_cases,
