@@ -1,13 +1,12 @@
 """The case of one rank out of eight that loads its eighth of a tensor: what it reads, and how long."""
 
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.case import Case, Goal, Job, Quantity, Samples
+from benchmarks.rank import bytes_counted
 from benchmarks.sides import Side, both_sides
 from benchmarks.states import KIB, MIB, Tensors
 from benchmarks.turns import read_through, seconds_of, take_turns
@@ -40,9 +39,9 @@ def slice_cases(scale: float) -> list[Case]:
             folder = job.folder / side.name
             read_through(folder)
             local.zero_()
-            before = _bytes_read()
+            before = bytes_counted("rchar")
             seconds = seconds_of(lambda: side.load(target, folder))
-            read = _bytes_read() - before
+            read = bytes_counted("rchar") - before
             assert torch.equal(local.view(torch.int32), expected.view(torch.int32)), "wrong values"
             return {"bytes read per byte needed": read / local.nbytes, "load": seconds}
 
@@ -74,11 +73,3 @@ def shard_of_rank(local: torch.Tensor) -> DTensor:
         dist.init_process_group("fake", rank=RANK, world_size=RANKS, store=FakeStore())
     mesh = init_device_mesh("cpu", (RANKS,))
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
-
-
-def _bytes_read() -> int:
-    for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines():
-        name, _, value = line.partition(": ")
-        if name == "rchar":
-            return int(value)
-    raise OSError("/proc/self/io does not count the bytes read")

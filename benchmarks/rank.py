@@ -9,6 +9,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,16 @@ from benchmarks.sides import Side, both_sides
 from benchmarks.states import Tensors
 from benchmarks.turns import drop_caches, read_through, seconds_of
 
-__all__ = ["check_held", "held_by_rank", "local_part", "measure"]
+__all__ = [
+    "by_the_first",
+    "bytes_counted",
+    "check_held",
+    "held_by_rank",
+    "local_part",
+    "measure",
+    "run_as_rank",
+    "slowest_of",
+]
 
 _DIMENSIONS: dict[Layout, int] = {"rows": 0, "columns": 1}
 
@@ -47,14 +57,14 @@ def measure(case: RankCase, job: Job) -> Samples:
         folder = job.folder / side.name
         found = {}
         if case.kind == "both":
-            _by_the_first(lambda: shutil.rmtree(folder, ignore_errors=True))
-            found["save"] = _slowest_of(lambda: side.save(held, folder))
-        _by_the_first(drop_caches if case.kind == "cold" else lambda: read_through(folder))
+            by_the_first(lambda: shutil.rmtree(folder, ignore_errors=True))
+            found["save"] = slowest_of(lambda: side.save(held, folder))
+        by_the_first(drop_caches if case.kind == "cold" else lambda: read_through(folder))
         for value in target.values():
             local_part(value).zero_()
-        before = _bytes_from_disk()
-        found["load"] = _slowest_of(lambda: side.load(target, folder))
-        read = torch.tensor(_bytes_from_disk() - before)
+        before = bytes_counted("read_bytes")
+        found["load"] = slowest_of(lambda: side.load(target, folder))
+        read = torch.tensor(bytes_counted("read_bytes") - before)
         check_held(case.contents, case.loaded, target)
         if case.kind == "cold":
             dist.all_reduce(read)
@@ -102,33 +112,39 @@ def check_held(contents: Tensors, layout: Layout, target: dict[str, Any]) -> Non
         assert torch.equal(local_part(value).view(torch.int32), wanted), f"{key} was loaded wrong"
 
 
-def _slowest_of(work: Callable[[], object]) -> float:
+def slowest_of(work: Callable[[], object]) -> float:
     """How long the slowest rank takes for its part; all begin together."""
     seconds = torch.tensor(seconds_of(work, dist.barrier))
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return float(seconds)
 
 
-def _by_the_first(work: Callable[[], object]) -> None:
+def by_the_first(work: Callable[[], object]) -> None:
+    """Let rank 0 do something, while the others wait."""
     dist.barrier()
     if dist.get_rank() == 0:
         work()
     dist.barrier()
 
 
-def _bytes_from_disk() -> int:
+def bytes_counted(name: str) -> int:
+    """What the kernel has counted of this process in ``/proc/self/io``."""
     lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
-def _main(name: str, scale: str, rounds: str, folder: str, rank: str, output: str) -> None:
+def run_as_rank(
+    measure: Callable[[Job], Samples], name: str, rounds: str, folder: str, rank: str, output: str
+) -> None:
+    """Be one rank of a case; rank 0 writes the samples to ``output``."""
+    warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=RANKS)
 
     def say(line: str) -> None:
         if rank == "0":
             print(f"  {name}: {line}", file=sys.stderr, flush=True)
 
-    samples = measure(rank_contents(float(scale))[name], Job(Path(folder), int(rounds), say))
+    samples = measure(Job(Path(folder), int(rounds), say))
     if rank == "0":
         Path(output).write_text(json.dumps(samples), encoding="ascii")
     dist.barrier()
@@ -136,5 +152,5 @@ def _main(name: str, scale: str, rounds: str, folder: str, rank: str, output: st
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    _main(*sys.argv[1:])
+    name_, scale_, *rest = sys.argv[1:]
+    run_as_rank(partial(measure, rank_contents(float(scale_))[name_]), name_, *rest)

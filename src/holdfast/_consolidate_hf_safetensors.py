@@ -3,14 +3,25 @@
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from holdfast._contents.safetensors_manifest import ModelChunk
 from holdfast._conversion.entry_stream import PIECE, row_major_boxes
 from holdfast._conversion.sources import Source, open_target
+from holdfast._format.safetensors import StoredTensor
 from holdfast._geometry import Box, row_major_strides
+from holdfast._hf_utils import (
+    DEFAULT_EXTRA_METADATA_KEY,
+    DTYPE_KEY,
+    SAVED_OFFSETS_KEY,
+    SHAPE_KEY,
+    _get_dcp_custom_metadata,
+    _get_dtype,
+)
 from holdfast._plan.global_plan import describe
 from holdfast._storage.safetensors_writing import ChunkPlace
 from holdfast.hf_storage import HuggingFaceStorageWriter
@@ -194,3 +205,53 @@ def _write_sub_tensor_to_file_optimized(
     place = ChunkPlace.of(0, tensor_shape, sub_tensor_offsets, sub_tensor_shape, element_size)
     for at, run in place.cut(0, memoryview(sub_tensor_bytes)):
         full_tensor_mv[at : at + len(run)] = run
+
+
+@dataclass
+class _FqnData:
+    """One tensor of a file that is made: where its bytes begin, its shape, and its dtype."""
+
+    offset_in_file: int = 0
+    shape_in_file: list[int] = field(default_factory=list)
+    dtype_size: int = 0
+    dtype_str: str = ""
+
+
+@dataclass
+class _OutputFileData:
+    """A file that is made: the bytes of its header, and its tensors."""
+
+    metadata_size: int = 0
+    fqn_data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _InputFileData:
+    """A file with parts of tensors: the bytes of its header, and what it says."""
+
+    metadata_size: int = 0
+    metadata: Any = None
+
+
+def _parse_input_metadata(
+    input_files_data: Mapping[str, _InputFileData], output_files_data: Mapping[str, _OutputFileData]
+) -> None:
+    """Note the shape and dtype of each tensor of the files that are made, found from its parts.
+
+    Raises:
+        ValueError: A file does not say which parts it has.
+    """
+    chunks: dict[str, list[ModelChunk]] = {}
+    for name, file in input_files_data.items():
+        noted = _get_dcp_custom_metadata(file.metadata)
+        if not noted:
+            raise ValueError(f"{name} does not say which parts of tensors it has: it is no shard of a model")
+        for key in file.metadata.keys() - {DEFAULT_EXTRA_METADATA_KEY}:
+            entry = file.metadata[key]
+            tensor = StoredTensor(key, entry[DTYPE_KEY], tuple(entry[SHAPE_KEY]))
+            part = ModelChunk(tensor, tuple(noted[key][SAVED_OFFSETS_KEY]), name, None)
+            chunks.setdefault(key, []).append(part)
+    for made in output_files_data.values():
+        for key in made.fqn_data.keys() & chunks.keys():
+            dtype, shape = chunks[key][0].tensor.dtype, ModelChunk.tensor_shape(chunks[key])
+            made.fqn_data[key] = _FqnData(0, list(shape), _get_dtype(dtype).itemsize, dtype)

@@ -2,11 +2,13 @@
 
 import io
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from holdfast._format.item_table import StorageInfo
+from holdfast._format.safetensors import LARGEST_HEADER, TORCH_NAMES
 from holdfast.errors import MetadataFormatError
 
 _metadata_fn: str = "model.safetensors.index.json"
@@ -31,37 +33,29 @@ DCP_VERSION_KEY = "DCP_VERSION"
 HF_DCP_VERSION: float = 1.0
 
 NUM_BYTES_FOR_HEADER_LEN = 8
-# The format allows no longer header; a damaged length must not ask for all the memory.
-_LONGEST_HEADER = 100_000_000
 
-DTYPE_MAP = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
+DTYPE_MAP: dict[str, torch.dtype] = {
+    code: getattr(torch, name) for code, name in TORCH_NAMES.items() if hasattr(torch, name)
 }
 """The dtypes by their names in a header."""
 
 
 @dataclass
 class _HFStorageInfo:
-    """Where a tensor of a safetensors checkpoint is: its file, and its shape and dtype there."""
+    """Where a tensor of a safetensors checkpoint is: its file, and its shape and dtype there.
+
+    Attributes:
+        relative_path: The file. Our readers give its whole path, as torch's do.
+        shape: The shape.
+        dtype: The dtype.
+        place: Its bytes in the file, with their checksums, of a record that our reader has made. Without
+            it the file is opened with ``safetensors.safe_open``.
+    """
 
     relative_path: str
     shape: torch.Size
     dtype: torch.dtype
+    place: StorageInfo | None = field(default=None, repr=False, compare=False)
 
 
 def _gen_file_name(index: int, largest_index: int, shard_index: int | None = None) -> str:
@@ -81,7 +75,7 @@ def _get_safetensors_file_metadata(file_bytes: io.IOBase) -> tuple[Any, int]:
     stream: Any = file_bytes
     length = stream.read(NUM_BYTES_FOR_HEADER_LEN)
     nbytes = int.from_bytes(length, "little")
-    header = stream.read(min(nbytes, _LONGEST_HEADER))
+    header = stream.read(min(nbytes, LARGEST_HEADER))
     if len(length) < NUM_BYTES_FOR_HEADER_LEN or len(header) < nbytes:
         raise MetadataFormatError("a safetensors file ends before the end of its header")
     try:

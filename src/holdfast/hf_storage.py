@@ -13,6 +13,9 @@ from holdfast._hf_utils import _HFStorageInfo
 from holdfast._io import pool
 from holdfast._io.page_cache import PageCache
 from holdfast._known_methods import known_to_engine
+from holdfast._ranks.exchange import Exchange
+from holdfast._storage.item_places import StorageData
+from holdfast._storage.quantized_reading import slices
 from holdfast._storage.safetensors_layout import ExportOptions, Rename
 from holdfast._storage.safetensors_metadata import read_model_metadata
 from holdfast._storage.safetensors_writer import SafetensorsWriter
@@ -102,9 +105,9 @@ class HuggingFaceStorageReader(FileSystemReader):
     ``model.safetensors`` is read, or else all safetensors files of the folder. Only the needed bytes are
     read. Files that Holdfast wrote are checked; others have no checksums.
 
-    Subclasses may replace ``_process_read_request``, and may return ``_HFStorageInfo`` records from
-    ``read_metadata``, as those of torch's reader do. Then each file is opened with ``safetensors.safe_open``,
-    and bytes are not compared with checksums.
+    Subclasses may replace ``_process_read_request``, and may return ``_HFStorageInfo`` records of their own
+    from ``read_metadata``, as those of torch's reader do. Then each file is opened with
+    ``safetensors.safe_open``, and bytes are not compared with checksums.
 
     Args:
         path: The folder, or a URL.
@@ -115,6 +118,8 @@ class HuggingFaceStorageReader(FileSystemReader):
         share_reads: As in ``FileSystemReader``.
         page_cache: As in ``FileSystemReader``.
     """
+
+    _hooks: tuple[str, ...] = ("_process_read_request",)
 
     def __init__(
         self,
@@ -137,13 +142,6 @@ class HuggingFaceStorageReader(FileSystemReader):
         )
         self.token = token
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        own = vars(cls).keys()
-        if "read_data" not in own and own & {"_process_read_request", "read_metadata"}:
-            # Without its mark the engine calls it, instead of reading for all ranks together.
-            cls.read_data = _by_requests_if_asked_for(cls.read_data)  # type: ignore[method-assign, assignment]
-
     @known_to_engine
     def read_metadata(self) -> Metadata:
         """What the files hold; reads the index and the headers of the files.
@@ -156,48 +154,10 @@ class HuggingFaceStorageReader(FileSystemReader):
         return self._as_asked_for(read_model_metadata(self.store))
 
     @known_to_engine
-    def _process_read_request(self, f: Any, req: ReadItem, planner: LoadPlanner) -> None:
-        """Copy what one line of a plan asks for out of a file that ``safe_open`` has opened."""
-        key = req.storage_index.fqn
-        begins = zip(req.storage_offsets, req.lengths, strict=True)
-        box = tuple(slice(at, at + length) for at, length in begins)
-        tensor = f.get_slice(key)[box] if box else f.get_tensor(key)
-        target = planner.resolve_tensor(req).detach()
-        if target.shape != tensor.shape:
-            raise PlanError(
-                f"{key}: the file has a part of shape {list(tensor.shape)}, and the plan has room for "
-                f"{list(target.shape)}",
-                key=key,
-            )
-        target.copy_(tensor)
-        planner.commit_tensor(req, target)
-
-    def _process_file(self, file: str, items: list[ReadItem], planner: LoadPlanner) -> None:
-        from safetensors import safe_open  # noqa: PLC0415 - only such subclasses need the package
-
-        try:
-            opened = safe_open(file, framework="pt")
-        except FileNotFoundError as error:
-            raise IncompleteCheckpointError(
-                f"{items[0].storage_index.fqn}: there is no file {file}", path=file
-            ) from error
-        with opened as f:
-            for item in items:
-                self._process_read_request(f, item, planner)
-
-
-_ReadData = Callable[[Any, LoadPlan, LoadPlanner], "Future[None]"]
-
-
-def _by_requests_if_asked_for(inherited: _ReadData) -> _ReadData:
-    """A ``read_data`` that honours what a subclass has changed, and else is the inherited one."""
-
-    def read_data(self: HuggingFaceStorageReader, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
-        is_known = getattr(self._process_read_request, "is_known_to_engine", False)
-        if is_known and not any(
-            isinstance(info, _HFStorageInfo) for info in (self.storage_data or {}).values()
-        ):
-            return inherited(self, plan, planner)
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
+        """Read what the plan asks for, and hand it to the planner."""
+        if not self._goes_by_requests():
+            return super().read_data(plan, planner)
         ours, into = to_ours(plan), our_load_planner(planner)
         files: dict[str, list[ReadItem]] = {}
         for item in ours.items:
@@ -209,4 +169,52 @@ def _by_requests_if_asked_for(inherited: _ReadData) -> _ReadData:
         done.set_result(None)
         return done
 
-    return read_data
+    def read_data_together(
+        self, finish_plan: Callable[[], LoadPlan], planner: LoadPlanner, exchange: Exchange
+    ) -> Callable[[], None]:
+        """As that of ``FileSystemReader``; requests are served by each rank for itself."""
+        if self._goes_by_requests():
+            return lambda: self.read_data(finish_plan(), planner).wait()
+        return super().read_data_together(finish_plan, planner, exchange)
+
+    def _goes_by_requests(self) -> bool:
+        """Whether a subclass serves requests itself, or records do not tell where bytes are."""
+        if not all(getattr(getattr(self, name), "is_known_to_engine", False) for name in self._hooks):
+            return True
+        stored = self.storage_data or {}
+        if isinstance(stored, StorageData) and not stored.is_open:
+            return False
+        return any(isinstance(info, _HFStorageInfo) and info.place is None for info in stored.values())
+
+    @known_to_engine
+    def _process_read_request(self, f: Any, req: ReadItem, planner: LoadPlanner) -> None:
+        """Copy what one line of a plan asks for out of a file that ``safe_open`` has opened."""
+        key, box = req.storage_index.fqn, slices(req.storage_offsets[: len(req.lengths)], req.lengths)
+        hand_over(f.get_slice(key)[box] if box else f.get_tensor(key), req, planner)
+
+    def _process_file(self, file: str, items: list[ReadItem], planner: LoadPlanner) -> None:
+        from safetensors import safe_open  # noqa: PLC0415 - only such subclasses need the package
+
+        try:
+            opened = safe_open(filename=file, framework="pt")
+        except FileNotFoundError as error:
+            raise IncompleteCheckpointError(
+                f"{items[0].storage_index.fqn}: there is no file {file}", path=file
+            ) from error
+        with opened as f:
+            for item in items:
+                self._process_read_request(f, item, planner)
+
+
+def hand_over(tensor: torch.Tensor, req: ReadItem, planner: LoadPlanner) -> None:
+    """Give a planner the values that it asked for."""
+    target = planner.resolve_tensor(req).detach()
+    if target.shape != tensor.shape:
+        key = req.storage_index.fqn
+        raise PlanError(
+            f"{key}: the file has a part of shape {list(tensor.shape)}, and the plan has room for "
+            f"{list(target.shape)}",
+            key=key,
+        )
+    target.copy_(tensor)
+    planner.commit_tensor(req, target)

@@ -184,6 +184,11 @@ def save_state_dict(
 _save_state_dict: Callable[..., Metadata] = save_state_dict.__wrapped__  # type: ignore[attr-defined]
 
 
+def _stateful_to_state_dict(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:  # type: ignore[type-arg]
+    """A copy of the state, with every Stateful object replaced by its state."""
+    return open_states(state_dict)[0]
+
+
 class AsyncCheckpointerType(Enum):
     """Where a save in the background does its work: in a thread of this process, or in another process."""
 

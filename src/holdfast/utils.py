@@ -1,8 +1,11 @@
 """Object collectives that pass failures on, values by index, and views of files, under torch's names."""
 
+import functools
+import inspect
 import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import add, sub
 from typing import Any, TypeVar, cast
 
@@ -11,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from holdfast._tensors.chunks import find_chunk, is_sharded, is_tensor
+from holdfast._user_warning import warn_user
 from holdfast.api import _is_wrapped_exception, _wrap_exception
 from holdfast.errors import WRAPPED_EXCEPTION, CheckpointException, PlanError, portable_failure
 from holdfast.metadata import MetadataIndex
@@ -19,6 +23,7 @@ __all__ = ["CheckpointException", "find_state_dict_object", "find_tensor_shard"]
 
 T = TypeVar("T")
 R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _get_failure_dict(results: list[Any]) -> dict[int, WRAPPED_EXCEPTION]:
@@ -282,3 +287,24 @@ def _create_file_view(file: io.IOBase, offset: int, length: int) -> io.IOBase:
 def _normalize_device_info(device_type: str, device_id: int) -> str:
     """The name of a device; the CPU has no number."""
     return "cpu" if device_type == "cpu" else f"{device_type}:{device_id}"
+
+
+@contextmanager
+def _profile() -> Iterator[None]:
+    """Nothing is measured: the record of a save or load tells where its time went."""
+    yield
+
+
+def _api_bc_check(func: F) -> F:
+    """Let ``save`` and ``load`` of other programs take their storage second, as torch's did before 2.2."""
+    keywords = inspect.signature(func).parameters.keys() & {"storage_writer", "storage_reader"}
+
+    @functools.wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 2 and keywords:
+            (name,) = keywords
+            warn_user(f"pass the second argument of {func.__name__} by its name: {name}=", FutureWarning)
+            return func(args[0], **{**kwargs, name: args[1]})
+        return func(*args, **kwargs)
+
+    return cast("F", call)

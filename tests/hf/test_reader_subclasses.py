@@ -1,5 +1,6 @@
 """Subclasses of the readers that change how a request is read, or where tensors lie, as with torch's."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +141,101 @@ def test_quantised_tensors_of_a_passed_on_request(tmp_path: Path) -> None:
     )
     state = {"w.weight": 2 * weight, "bias": torch.arange(3.0)}
     assert same(load_with(Quantised(tmp_path), state), state)
+
+
+def test_records_are_those_of_torchs_reader(tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "weights.safetensors")
+    found = dcp.HuggingFaceStorageReader(tmp_path).read_metadata().storage_data
+    name = str(tmp_path / "weights.safetensors")
+    assert found == {
+        MetadataIndex(key, [0] * value.dim()): _HFStorageInfo(name, value.shape, value.dtype)
+        for key, value in STATE.items()
+    }
+
+
+class UnderAnotherName(dcp.HuggingFaceStorageReader):
+    """Changes the records of the base class, which know where the bytes are."""
+
+    @override
+    def read_metadata(self) -> Metadata:
+        found = super().read_metadata()
+        entries = {f"new.{key}": entry for key, entry in found.state_dict_metadata.items()}
+        places = {
+            replace(index, fqn=f"new.{index.fqn}"): replace(info, dtype=info.dtype)
+            for index, info in found.storage_data.items()
+        }
+        return replace(found, state_dict_metadata=entries, storage_data=places)
+
+
+def test_changed_records_still_check_bytes(tmp_path: Path) -> None:
+    export(STATE, tmp_path)
+    renamed = {f"new.{key}": value for key, value in STATE.items()}
+    assert same(load_with(UnderAnotherName(tmp_path), renamed), renamed)
+    (file,) = tmp_path.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(dcp.CheckpointException):
+        load_with(UnderAnotherName(tmp_path), renamed)
+
+
+def test_records_can_be_given_to_a_reader_by_hand(tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "weights.safetensors")
+    described = WithOtherNames(tmp_path).read_metadata()
+    reader = dcp.HuggingFaceStorageReader(tmp_path)
+    reader.storage_data = described.storage_data
+    room = room_for(STATE)
+    planner = dcp.DefaultLoadPlanner()
+    planner.set_up_planner(room, described)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+    assert same(room, STATE)
+
+
+class WithScalesOfItsOwn(QuantizedHuggingFaceStorageReader):
+    """Knows a third kind of quantised tensors: one factor for the whole tensor."""
+
+    @override
+    def _build_weight_scale_mapping(self, weight_map: dict[str, str]) -> None:
+        super()._build_weight_scale_mapping(weight_map)
+        for key in weight_map:
+            if key.endswith(".factor"):
+                self._weight_scale_mapping[key.removesuffix(".factor")] = key
+
+    @override
+    def _read_quantized_tensor_with_block_alignment(
+        self, req: ReadItem, safetensor_file: Any
+    ) -> torch.Tensor:
+        key = req.storage_index.fqn
+        scale = self._weight_scale_mapping[key]
+        if not scale.endswith(".factor"):
+            return super()._read_quantized_tensor_with_block_alignment(req, safetensor_file)
+        with safe_open(Path(self.path) / self._weight_map[scale], "pt") as other:
+            factor = other.get_tensor(scale)
+        begins = zip(req.storage_offsets, req.lengths, strict=True)
+        box = tuple(slice(at, at + length) for at, length in begins)
+        numbers: torch.Tensor = safetensor_file.get_slice(key)[box].float() * factor
+        return numbers
+
+
+@pytest.mark.parametrize("in_one_file", [True, False])
+def test_a_subclass_adds_a_kind_of_quantised_tensors(tmp_path: Path, in_one_file: bool) -> None:
+    stored = {"w.weight": torch.arange(64.0).view(8, 8), "odd": torch.arange(6.0).view(2, 3)}
+    scales = {
+        "w.weight_scale_inv": torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
+        "odd.factor": torch.tensor(10.0),
+    }
+    blocks = {"e_blocks": torch.tensor([[[0x21, 0x43]]], dtype=torch.uint8)}
+    exponents = {"e_scales": torch.tensor([[128]], dtype=torch.uint8)}
+    first, second = {**stored, **blocks}, {**scales, **exponents}
+    if in_one_file:
+        save_file({**first, **second}, tmp_path / "model.safetensors")
+    else:
+        save_file(first, tmp_path / "model-00001-of-00002.safetensors")
+        save_file(second, tmp_path / "model-00002-of-00002.safetensors")
+    factors = scales["w.weight_scale_inv"].repeat_interleave(4, 0).repeat_interleave(4, 1)
+    state = {
+        "w.weight": stored["w.weight"] * factors,
+        "odd": stored["odd"] * 10,
+        "e_blocks": torch.tensor([[1.0, 2.0, 3.0, 4.0]]),
+    }
+    assert same(load_with(WithScalesOfItsOwn(tmp_path, block_size=4), state), state)

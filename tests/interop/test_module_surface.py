@@ -6,6 +6,7 @@ import json
 import logging
 import operator
 import pickle
+import pkgutil
 import subprocess
 import sys
 from collections import OrderedDict
@@ -30,6 +31,9 @@ _create_write_items _create_write_items_for_dtensor _init_state_dict _iterate_st
 _merge_delta_local_plans _sharded_tensor_metadata create_read_items_for_chunk_list
 """
 NAMES = {
+    "_consolidate_hf_safetensors": """_FqnData _InputFileData _OutputFileData
+        _calculate_max_contiguous_elements _parse_input_metadata _write_sub_tensor_to_file_optimized
+        consolidate_safetensors_files consolidate_safetensors_files_on_every_rank""",
     "_dedup_save_plans": "dedup_save_plans",
     "_dedup_tensors": "dedup_tensors",
     "_hf_utils": """CUSTOM_METADATA_KEY DATA_KEY DATA_OFFSETS_KEY DCP_SHARDING_INFO_KEY DCP_VERSION_KEY
@@ -39,6 +43,8 @@ NAMES = {
         _metadata_fn""",
     "_nested_dict": "FLATTEN_MAPPING flatten_state_dict unflatten_state_dict",
     "_sharded_tensor_utils": "_flatten_sharded_tensors",
+    "_state_dict_stager": "StateDictStager",
+    "_storage_utils": "_storage_setup",
     "_traverse": """CONTAINER_TYPE OBJ_PATH PATH_ITEM STATE_DICT_ITEM get_element print_tensor set_element
         traverse_state_dict traverse_state_dict_v_2_3""",
     "_version": "_derived_version",
@@ -57,11 +63,24 @@ NAMES = {
     "state_dict": """_get_fqns _init_optim_state _patch_model_state_dict _patch_optimizer_state_dict
         get_state_dict""",
     "state_dict_loader": "_load_state_dict _load_state_dict_from_keys load load_state_dict",
-    "state_dict_saver": "_save_state_dict async_save save save_state_dict",
-    "utils": """CheckpointException _DistWrapper _ReaderView _all_gather_keys _assert_same_keys
+    "state_dict_saver": "_save_state_dict _stateful_to_state_dict async_save save save_state_dict",
+    "utils": """CheckpointException _DistWrapper _ReaderView _all_gather_keys _api_bc_check _assert_same_keys
         _create_file_view _element_wise_add _element_wise_sub _get_failure_dict _is_wrapped_exception
-        _normalize_device_info _wrap_exception find_state_dict_object find_tensor_shard""",
+        _normalize_device_info _profile _wrap_exception find_state_dict_object find_tensor_shard""",
 }
+
+NOT_HERE = {
+    "_async_executor",
+    "_async_process_executor",
+    "_async_thread_executor",
+    "_checkpointer",
+    "_experimental",
+    "_pg_transport",
+}
+"""Modules of torch that no framework imports, or only to change how torch's own save works inside.
+
+docs/coming_from_torch.md names them.
+"""
 
 
 def both(module: str) -> tuple[Any, Any]:
@@ -81,6 +100,15 @@ def test_every_name_is_there(module: str) -> None:
     if IS_NEWEST:
         assert not [name for name in NAMES[module].split() if not hasattr(theirs, name)]
     assert getattr(holdfast, module) is ours
+
+
+@pytest.mark.skipif(not IS_NEWEST, reason="other versions of torch have other modules")
+def test_every_module_is_there_or_named_as_missing() -> None:
+    theirs = {module.name for module in pkgutil.iter_modules(torch.distributed.checkpoint.__path__)}
+    ours = {module.name for module in pkgutil.iter_modules(holdfast.__path__)}
+    assert theirs - ours == NOT_HERE
+    page = (Path(__file__).parents[2] / "docs" / "coming_from_torch.md").read_text()
+    assert [name for name in NOT_HERE if f"`{name}`" not in page] == []
 
 
 @pytest.mark.slow
@@ -537,3 +565,66 @@ def test_the_metadata_of_a_state_is_torchs(tmp_path: Path) -> None:
         k: repr(v) for k, v in theirs.state_dict_metadata.items()
     }
     assert set(stock_save(state, checkpoint_id=tmp_path).state_dict_metadata) == set(ours.state_dict_metadata)
+
+
+def test_storages_are_found_by_torchs_helper(tmp_path: Path) -> None:
+    setup = importlib.import_module("holdfast._storage_utils")._storage_setup
+    writer = setup(None, str(tmp_path / "one"))
+    assert setup(writer, tmp_path / "two") is writer
+    holdfast.save({"a": torch.ones(2)}, storage_writer=writer)
+    reader = setup(None, tmp_path / "two", reader=True)
+    assert list(reader.read_metadata().state_dict_metadata) == ["a"]
+    with pytest.raises(UsageError, match="checkpoint_id"):
+        setup(None, None)
+
+
+def test_a_state_is_staged_in_one_call_again_and_again() -> None:
+    kind = importlib.import_module("holdfast._state_dict_stager").StateDictStager
+    stager, weights = kind(share_memory=True), torch.ones(3)
+    for number in range(3):
+        staged = stager.stage({"w": weights, "n": [number]})
+        weights += 1
+        assert staged["w"].tolist() == [1.0 + number] * 3
+        assert staged["n"] == [number]
+        stager.close()
+    with pytest.raises(UsageError, match="_offload_tensor"):
+        type("Other", (kind,), {"_offload_tensor": None})
+
+
+def test_states_of_stateful_objects_replace_them() -> None:
+    module = torch.nn.Linear(1, 1)
+    ours, theirs = both("state_dict_saver")
+    found = ours._stateful_to_state_dict({"m": module, "n": 1})
+    assert found == theirs._stateful_to_state_dict({"m": module, "n": 1})
+
+
+def test_a_storage_may_come_second() -> None:
+    ours, _ = both("utils")
+
+    def old_load(state: Any, *, storage_reader: Any = None) -> Any:
+        return state, storage_reader
+
+    load = ours._api_bc_check(old_load)
+    with ours._profile(), pytest.warns(FutureWarning, match="storage_reader="):
+        assert load(1, 2) == (1, 2)
+    assert load(1, storage_reader=2) == (1, 2)
+
+
+def test_shapes_of_tensors_are_found_from_their_parts() -> None:
+    ours, theirs = both("_consolidate_hf_safetensors")
+    headers = [
+        {
+            "w": {"shape": [2, 4], "dtype": "F32"},
+            "__metadata__": {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [row, 0]}})},
+        }
+        for row in (0, 2)
+    ]
+    found = []
+    for module in (ours, theirs):
+        parts = {str(n): module._InputFileData(metadata=header) for n, header in enumerate(headers)}
+        made = {"out": module._OutputFileData(fqn_data={"w": None})}
+        module._parse_input_metadata(parts, made)
+        found.append(vars(made["out"].fqn_data["w"]))
+    assert found[0] == found[1]
+    with pytest.raises(ValueError, match="parts"):
+        ours._parse_input_metadata({"x": ours._InputFileData(metadata={"w": {}})}, {})

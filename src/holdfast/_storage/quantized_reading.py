@@ -6,6 +6,7 @@ pairs of 4-bit numbers in groups, each with an exponent of its own (MXFP4, gpt-o
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -24,8 +25,16 @@ _FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 Region = tuple[Sequence[int], Sequence[int]]
 """A box of a tensor: where it begins, and its lengths."""
 
+ReadRegions = Callable[[dict[str, Region]], Sequence[torch.Tensor]]
+"""Reads boxes of stored tensors, as they are stored."""
+
 ReadPlan = Callable[[LoadPlan, LoadPlanner], None]
 """Reads what a plan says, as it is stored, and hands it to a planner."""
+
+
+def slices(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
+    """A box as the index of a tensor."""
+    return tuple(slice(at, at + length) for at, length in zip(offsets, lengths, strict=True))
 
 
 def find_scales(keys: Iterable[str]) -> dict[str, str]:
@@ -55,71 +64,85 @@ class QuantizedTensor(NamedTuple):
     Attributes:
         key: Its key.
         scale: The key of its scales.
-        metadata: What the files hold, as it is stored.
+        shape: Its shape, as it is stored.
         dtype: What its numbers are wanted as.
         block_size: Rows and columns of a block of a matrix.
     """
 
     key: str
     scale: str
-    metadata: Metadata
+    shape: Sequence[int]
     dtype: torch.dtype
     block_size: int
 
-    def read(self, offsets: Sequence[int], target: torch.Tensor, read: ReadPlan) -> None:
+    def read(self, offsets: Sequence[int], target: torch.Tensor, read: ReadRegions) -> None:
         """Fill ``target`` with the numbers from ``offsets`` on."""
         for begin, lengths in _strips(target.shape):
             region = [at + start for at, start in zip(offsets, begin, strict=True)], lengths
             numbers = self._groups(region, read) if self.key.endswith(_BLOCKS) else self._matrix(region, read)
-            where = tuple(slice(at, at + length) for at, length in zip(begin, lengths, strict=True))
-            target[where].copy_(numbers)
+            target[slices(begin, lengths)].copy_(numbers)
 
-    def _matrix(self, region: Region, read: ReadPlan) -> torch.Tensor:
+    def _matrix(self, region: Region, read: ReadRegions) -> torch.Tensor:
         size = self.block_size
         first = [at // size for at in region[0]]
         counts = [-(-(at + n) // size) - f for at, n, f in zip(*region, first, strict=True)]
-        weight, scale = self._read({self.key: region, self.scale: (first, counts)}, read)
+        weight, scale = read({self.key: region, self.scale: (first, counts)})
         factors = scale.to(torch.float32)
         for dimension, (at, length) in enumerate(zip(*region, strict=True)):
             factors = factors.repeat_interleave(size, dimension).narrow(dimension, at % size, length)
         return (weight.to(torch.float32) * factors).to(self.dtype)
 
-    def _groups(self, region: Region, read: ReadPlan) -> torch.Tensor:
-        width = 2 * self._stored(self.key).size[-1]
+    def _groups(self, region: Region, read: ReadRegions) -> torch.Tensor:
+        width = 2 * self.shape[-1]
         (*outer, at), (*extents, length) = region
         first, last = at // width, -(-(at + length) // width)
         groups = [*outer, first], [*extents, last - first]
         packed = [*groups[0], 0], [*groups[1], width // 2]
-        pairs, exponents = self._read({self.key: packed, self.scale: groups}, read)
+        pairs, exponents = read({self.key: packed, self.scale: groups})
         values = torch.tensor([*_FLOAT4, *(-value for value in _FLOAT4)], dtype=self.dtype)
         both = torch.stack([pairs & 0x0F, pairs >> 4], dim=-1).flatten(-2)
         exponents = exponents.to(torch.int32) - _EXPONENT_OF_ONE
         numbers = torch.ldexp(values[both.long()], exponents.unsqueeze(-1)).to(self.dtype)
         return numbers.flatten(-2).narrow(-1, at - first * width, length)
 
-    def _stored(self, key: str) -> TensorStorageMetadata:
+
+@dataclass(frozen=True)
+class RegionReader:
+    """Reads boxes of stored tensors by plans: a ``ReadRegions``.
+
+    Attributes:
+        metadata: What the files hold, as it is stored.
+        read: Carries out a plan.
+    """
+
+    metadata: Metadata
+    read: ReadPlan
+
+    def __call__(self, regions: dict[str, Region]) -> Sequence[torch.Tensor]:
+        """The boxes."""
+        made = {
+            key: torch.empty(tuple(lengths), dtype=self.stored(key).properties.dtype)
+            for key, (_, lengths) in regions.items()
+        }
+        needed_by = next(iter(regions))
+        lines = [self._line(key, *region, needed_by) for key, region in regions.items()]
+        self.read(LoadPlan(lines), _IntoTensors(made))
+        return list(made.values())
+
+    def stored(self, key: str) -> TensorStorageMetadata:
+        """What the files have under a key."""
         entry = self.metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)
         return entry
 
-    def _read(self, regions: dict[str, Region], read: ReadPlan) -> list[torch.Tensor]:
-        """Boxes of stored tensors, as they are stored."""
-        made = {
-            key: torch.empty(tuple(lengths), dtype=self._stored(key).properties.dtype)
-            for key, (_, lengths) in regions.items()
-        }
-        lines = [self._line(key, offsets, lengths) for key, (offsets, lengths) in regions.items()]
-        read(LoadPlan(lines), _IntoTensors(made))
-        return list(made.values())
-
-    def _line(self, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> ReadItem:
-        stored = self._stored(key)
+    def _line(self, key: str, offsets: Sequence[int], lengths: Sequence[int], needed_by: str) -> ReadItem:
+        stored = self.stored(key)
         if [chunk.sizes for chunk in stored.chunks] != [stored.size]:
             raise InvalidPlanError(f"{key}: quantised tensors must lie in one file each", key=key)
         ends = [at + length for at, length in zip(offsets, lengths, strict=True)]
         if len(ends) != len(stored.size) or any(map(int.__gt__, ends, stored.size)):
             raise InvalidPlanError(
-                f"{key} of shape {tuple(stored.size)} has no elements up to {tuple(ends)}, which {self.key} "
+                f"{key} of shape {tuple(stored.size)} has no elements up to {tuple(ends)}, which {needed_by} "
                 "needs. Is block_size the one that the model was quantised with?",
                 key=key,
             )
@@ -143,7 +166,7 @@ class _IntoTensors(LoadPlanner):
 
 def show_numbers(metadata: Metadata, scales: dict[str, str], dtype: torch.dtype) -> Metadata:
     """The metadata of a model as if its quantised tensors were stored as the numbers that they stand for."""
-    entries = dict(metadata.state_dict_metadata)
+    entries, places = dict(metadata.state_dict_metadata), dict(metadata.storage_data)
     for key in scales:
         stored = entries[key]
         assert isinstance(stored, TensorStorageMetadata)
@@ -151,7 +174,8 @@ def show_numbers(metadata: Metadata, scales: dict[str, str], dtype: torch.dtype)
         zeros = torch.Size([0] * len(size))
         properties = type(stored.properties)(dtype=dtype)
         entries[key] = TensorStorageMetadata(properties, size, [ChunkStorageMetadata(zeros, size)])
-    return Metadata(entries, None, dict(metadata.storage_data), metadata.storage_meta, metadata.version)
+        places[MetadataIndex(key, zeros)] = places.pop(MetadataIndex(key, stored.chunks[0].offsets))
+    return Metadata(entries, None, places, metadata.storage_meta, metadata.version)
 
 
 def _strips(lengths: Sequence[int]) -> Iterator[Region]:

@@ -138,7 +138,9 @@ def _from_columns(
 def _find(index: MetadataIndex, places: ItemPlaces | None, metadata: Metadata) -> StorageInfo:
     info: StorageInfo | None
     if places is None:
-        info = metadata.storage_data.get(index)
+        # The record of a tensor in safetensors files is torch's, with ours in it.
+        stored = metadata.storage_data.get(index)
+        info = getattr(stored, "place", stored)
     else:
         row = places.find(index)
         info = None if row is None else places.record(row)

@@ -1,28 +1,49 @@
 """The tensors of safetensors files as the metadata of a checkpoint."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
 
 from holdfast._contents.safetensors_files import read_model_manifest
 from holdfast._contents.safetensors_manifest import ModelChunk, manifest_of_chunks
 from holdfast._format.manifest import Manifest
+from holdfast._hf_utils import _HFStorageInfo
 from holdfast._io.store import FileSource
 from holdfast._plan.metadata_entries import MetadataEntries
 from holdfast._storage.item_places import ItemPlaces, StorageData
 from holdfast._storage.metadata_writing import VERSION
-from holdfast.metadata import Metadata, StorageMeta
+from holdfast.metadata import Metadata, MetadataIndex, StorageMeta
+
+
+class ModelPlaces(ItemPlaces):
+    """The tensors of a model. Whoever looks at them finds the records that torch's reader makes of them."""
+
+    def __reduce__(self) -> Any:
+        return ModelPlaces, (self.manifest, self.directory)
+
+    def items(self) -> Iterator[tuple[MetadataIndex, Any]]:
+        """All names and records."""
+        folder, directory = self.manifest.checkpoint_id, self.directory
+        for index, place in super().items():
+            number = directory.numbers[index.fqn]
+            (dtype, *_), chunk = self.manifest.properties[directory.properties[number]], index.index or 0
+            shape = torch.Size(self.chunk_shape(index.fqn, directory.row[number] + chunk))
+            file = f"{folder}/{place.relative_path}"
+            yield index, _HFStorageInfo(file, shape, getattr(torch, dtype), place)
 
 
 def read_model_metadata(store: FileSource, *, only: str | None = None) -> Metadata:
     """The metadata of the safetensors files of a folder, or of one of them; see ``read_model_manifest``."""
-    return _metadata_of(read_model_manifest(store, only=only), store.url)
+    return _metadata_of(read_model_manifest(store, only=only), store.url, ModelPlaces)
 
 
 def metadata_of_chunks(url: str, files: Mapping[str, int], chunks: Sequence[ModelChunk]) -> Metadata:
     """The metadata of a checkpoint that consists of these chunks; see ``manifest_of_chunks``."""
-    return _metadata_of(manifest_of_chunks(url, files, chunks), url)
+    return _metadata_of(manifest_of_chunks(url, files, chunks), url, ItemPlaces)
 
 
-def _metadata_of(manifest: Manifest, url: str) -> Metadata:
+def _metadata_of(manifest: Manifest, url: str, kind: type[ItemPlaces]) -> Metadata:
     entries = MetadataEntries(manifest, path=url)
-    places = StorageData(ItemPlaces(manifest, entries.directory))
+    places = StorageData(kind(manifest, entries.directory))
     return Metadata(entries, None, places, StorageMeta(url), VERSION)
