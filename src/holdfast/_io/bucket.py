@@ -63,6 +63,7 @@ class BucketStore(ByteStore):
         requests_in_flight=8,
         read_gap_nbytes=1 << 20,
         read_nbytes=READ_NBYTES,
+        request_nbytes=READ_NBYTES,
         may_write_late=True,
         creates_at_once=True,
         looks_below=False,

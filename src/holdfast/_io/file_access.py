@@ -144,7 +144,7 @@ class RangeWriter(ABC):
 
 
 class Payload(NamedTuple):
-    """Bytes of a file that were saved together, with the checksums of their blocks.
+    """Bytes of a file that were saved together, or some of their blocks, with the checksums of these.
 
     Attributes:
         offset: Where in the file they begin.
@@ -157,6 +157,19 @@ class Payload(NamedTuple):
     nbytes: int
     crcs: Sequence[int]
     block_size: int
+
+    def check(self, content: memoryview, *, path: str) -> None:
+        """Raise ChecksumError unless ``content`` is what was saved."""
+        checker = BlockChecker(self.crcs, self.block_size, path=path, offset=self.offset)
+        checker.update(content)
+        checker.finish()
+
+
+def check_payloads(payloads: Sequence[Payload], offset: int, view: memoryview, *, path: str) -> None:
+    """Raise ChecksumError unless the payloads in ``view``, which begins at ``offset``, are what was saved."""
+    for payload in payloads:
+        at = payload.offset - offset
+        payload.check(view[at : at + payload.nbytes], path=path)
 
 
 class FileReader(ABC):
@@ -242,9 +255,22 @@ class FileReader(ABC):
         A store that can read and check in steps overrides this.
         """
         self.read_into(offset, view)
-        checker = BlockChecker(crcs, block_size, path=self.path, offset=offset)
-        checker.update(view)
-        checker.finish()
+        Payload(offset, len(view), crcs, block_size).check(view, path=self.path)
+
+    def read_together(self, offset: int, view: memoryview, payloads: Sequence[Payload]) -> None:
+        """Fill ``view`` with the bytes from ``offset`` on, and check the payloads that lie in it.
+
+        A store with ``request_nbytes`` overrides this, and makes one request.
+
+        Raises:
+            ChecksumError: A payload is not the one that was written. ``view`` has what was read.
+            TruncatedFileError: The file ends before that.
+        """
+        if len(payloads) == 1 and payloads[0].nbytes == len(view):
+            self.read_whole_blocks(offset, view, payloads[0].crcs, payloads[0].block_size)
+        else:
+            self.read_into(offset, view)
+            check_payloads(payloads, offset, view, path=self.path)
 
     @abstractmethod
     def close(self) -> None:
