@@ -25,6 +25,7 @@ from holdfast._io.bucket_files import (
     BucketWriter,
     ObjectFacts,
 )
+from holdfast._io.endpoint_probe import expect_listener
 from holdfast._io.local_buffers import BUFFER_NBYTES
 from holdfast._io.s3_uploads import S3Uploads
 from holdfast._io.store import (
@@ -84,7 +85,10 @@ class BucketStore(ByteStore):
     def _client(self) -> Any:
         refuse_forked_process()
         if self._opened is None:
-            self._opened = self._access.open()
+            opened, endpoint = self._access.open(), self._access.address
+            if endpoint is not None and "proxy_url" not in self._access.client_options:
+                expect_listener(endpoint, path=self.url)
+            self._opened = opened
         return self._opened
 
     def _path(self, name: str) -> str:
