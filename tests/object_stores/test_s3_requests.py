@@ -40,6 +40,22 @@ def test_an_eighth_of_a_tensor_takes_little_more_than_its_bytes(proxy: S3Proxy, 
     assert len(proxy.requests) <= 5
 
 
+def test_columns_are_asked_for_by_large_requests(proxy: S3Proxy, place: str) -> None:
+    whole = torch.randn(6 * 1024, 1024)  # 24 MiB: to check a column, all of it is read
+    holdfast.save({"w": whole}, checkpoint_id=place)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        part = DTensor.from_local(torch.zeros(6 * 1024, 512), mesh, [Shard(1)])
+        proxy.clear()
+        holdfast.load({"w": part}, checkpoint_id=place, no_dist=True)
+    finally:
+        torch.distributed.destroy_process_group()
+    local: torch.Tensor = part.to_local()
+    assert torch.equal(local, whole[:, 512:])
+    assert len(proxy.requests) <= whole.nbytes / (8 * MIB) + 2
+
+
 def test_objects_of_a_state_are_asked_for_together(proxy: S3Proxy, place: str) -> None:
     options = {f"number {n}": n for n in range(100)}
     holdfast.save({"options": options, "w": torch.ones(1000)}, checkpoint_id=place)

@@ -75,7 +75,7 @@ def both(folder: Path, work: Callable[[BroadcastSource], Any], **kinds: Any) -> 
             else broadcasts[rank]
         )
         try:
-            outcomes[rank] = work(BroadcastSource(stores[rank], broadcast, rank, 0))
+            outcomes[rank] = work(BroadcastSource(stores[rank], broadcast, rank, 0, {}))
         except Exception as error:
             outcomes[rank] = error
 

@@ -18,7 +18,14 @@ from typing_extensions import Buffer
 from holdfast._format.names import parse_data_file
 from holdfast._io.bucket_client import BucketAccess, refuse_forked_process
 from holdfast._io.bucket_errors import PAUSES, may_pass, persist, rest, translated
-from holdfast._io.bucket_files import PARTS_IN_FLIGHT, READ_NBYTES, SPARE_BUFFERS, BucketReader, BucketWriter
+from holdfast._io.bucket_files import (
+    PARTS_IN_FLIGHT,
+    READ_NBYTES,
+    SPARE_BUFFERS,
+    BucketReader,
+    BucketWriter,
+)
+from holdfast._io.endpoint_probe import expect_listener
 from holdfast._io.local_buffers import BUFFER_NBYTES
 from holdfast._io.s3_uploads import S3Uploads
 from holdfast._io.store import (
@@ -57,6 +64,7 @@ class BucketStore(ByteStore):
         requests_in_flight=8,
         read_gap_nbytes=1 << 20,
         read_nbytes=READ_NBYTES,
+        request_nbytes=READ_NBYTES,
         may_write_late=True,
         creates_at_once=True,
         looks_below=False,
@@ -77,7 +85,10 @@ class BucketStore(ByteStore):
     def _client(self) -> Any:
         refuse_forked_process()
         if self._opened is None:
-            self._opened = self._access.open()
+            opened, endpoint = self._access.open(), self._access.address
+            if endpoint is not None and "proxy_url" not in self._access.client_options:
+                expect_listener(endpoint, path=self.url)
+            self._opened = opened
         return self._opened
 
     def _path(self, name: str) -> str:

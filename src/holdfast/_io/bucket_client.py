@@ -110,6 +110,13 @@ class BucketAccess:
         return found or (self.profile.get("endpoint_url") if self.kind == "S3Store" else None)
 
     @property
+    def address(self) -> str | None:
+        """The address of the service; None for a cloud that has one for each account."""
+        if self.endpoint is not None or self.kind != "S3Store":
+            return self.endpoint
+        return f"https://s3.{self.region}.amazonaws.com"
+
+    @property
     def region(self) -> str:
         """The region of S3."""
         found = self.option("region") or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")

@@ -12,9 +12,9 @@ from obstore.exceptions import PreconditionError
 from typing_extensions import Buffer
 
 from holdfast._format.item_table import Payload
-from holdfast._io.blocks import BlockChecker, BlockSums
+from holdfast._io.blocks import BlockSums
 from holdfast._io.bucket_errors import persist, translated
-from holdfast._io.file_access import FileReader, FileWriter
+from holdfast._io.file_access import FileReader, FileWriter, check_payloads
 from holdfast._io.local_buffers import BUFFER_NBYTES
 from holdfast._io.progress import STRIDE
 from holdfast._io.ring import BufferRing, FullBuffer
@@ -32,7 +32,7 @@ PARTS_IN_FLIGHT = 10
 SPARE_BUFFERS = 2
 """Buffers of an upload besides those being sent: one is filled while another waits to be sent."""
 READ_NBYTES = 16 << 20
-"""The most bytes of one request: larger reads are several."""
+"""About how many bytes one request asks for: reads of one and a half times as many are several."""
 
 _PIECE_NBYTES = 1 << 20  # of an answer on its way to its place
 _SMALL, _WINDOW = 64 << 10, 256 << 10  # an object of a state is read in three small pieces
@@ -155,11 +155,10 @@ class BucketReader(FileReader):
         self._windows: dict[int, _Window] = {}
 
     def read_into(self, offset: int, buffer: Buffer) -> None:
-        """Fill ``buffer``; see FileReader. Asks for ``READ_NBYTES`` at once."""
+        """Fill ``buffer``; see FileReader. Asks for about ``READ_NBYTES`` at once."""
         view = byte_view(buffer)
         self._check_range(offset, len(view))
-        for at in range(0, len(view), READ_NBYTES):
-            self._get_into(offset + at, view[at : at + READ_NBYTES])
+        self._get_into(offset, view)
 
     def _read_blocks(self, view: memoryview, payload: Payload, start: int) -> None:
         """See FileReader.
@@ -174,13 +173,14 @@ class BucketReader(FileReader):
         while at < stop:
             end = min(at + step, nbytes, stop + -stop % block_size)
             recorded = crcs[at // block_size : -(-end // block_size)]
+            blocks = [Payload(offset + at, end - at, recorded, block_size)]
             first, last = max(at, start), min(end, stop)
             part = view[first - start : last - start]
             if len(part) == end - at:
-                self._get_checked(offset + at, part, recorded, block_size)
+                self.read_together(offset + at, part, blocks)
             else:
                 content = memoryview(bytearray(end - at))
-                self._get_checked(offset + at, content, recorded, block_size)
+                self.read_together(offset + at, content, blocks)
                 part[:] = content[first - at : last - at]
             at = end
 
@@ -188,14 +188,13 @@ class BucketReader(FileReader):
         """Fill ``view`` with whole blocks, as ``read_blocks_into`` reads them; see FileReader."""
         self.read_blocks_into(view, Payload(offset, len(view), crcs, block_size))
 
-    def _get_checked(self, offset: int, target: memoryview, crcs: Sequence[int], block_size: int) -> None:
-        self._check_range(offset, len(target))
+    def read_together(self, offset: int, view: memoryview, payloads: Sequence[Payload]) -> None:
+        """Fill ``view`` by one request, unless it is very large, and check the payloads; see FileReader."""
+        self._check_range(offset, len(view))
         for is_last in (False, True):
-            (self._request_into if is_last else self._get_into)(offset, target)
-            checker = BlockChecker(crcs, block_size, path=self.path, offset=offset)
+            (self._request_into if is_last else self._get_into)(offset, view)
             try:
-                checker.update(target)
-                checker.finish()
+                check_payloads(payloads, offset, view, path=self.path)
             except ChecksumError as error:
                 if is_last:
                     raise
@@ -207,7 +206,11 @@ class BucketReader(FileReader):
     def _get_into(self, offset: int, target: memoryview) -> None:
         number, at = divmod(offset, _WINDOW)
         if len(target) > _SMALL or at + len(target) > _WINDOW:
-            self._request_into(offset, target)
+            # Neighbours that are read together have gaps between them, for which no second request is made.
+            count = max(1, round(len(target) / READ_NBYTES))
+            step = -(-len(target) // count)
+            for begin in range(0, len(target), max(step, 1)):
+                self._request_into(offset + begin, target[begin : begin + step])
             return
         with self._lock:
             window = self._windows.setdefault(number, _Window())

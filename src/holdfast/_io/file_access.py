@@ -143,6 +143,15 @@ class RangeWriter(ABC):
             self.close()
 
 
+def check_payloads(payloads: Sequence[Payload], offset: int, view: memoryview, *, path: str) -> None:
+    """Raise ChecksumError unless the payloads in ``view``, which begins at ``offset``, are what was saved."""
+    for payload in payloads:
+        at = payload.offset - offset
+        checker = BlockChecker(payload.crcs, payload.block_size, path=path, offset=payload.offset)
+        checker.update(view[at : at + payload.nbytes])
+        checker.finish()
+
+
 class FileReader(ABC):
     """Reads byte ranges of one file; any number of threads at the same time.
 
@@ -220,9 +229,22 @@ class FileReader(ABC):
         A store that can read and check in steps overrides this.
         """
         self.read_into(offset, view)
-        checker = BlockChecker(crcs, block_size, path=self.path, offset=offset)
-        checker.update(view)
-        checker.finish()
+        check_payloads([Payload(offset, len(view), crcs, block_size)], offset, view, path=self.path)
+
+    def read_together(self, offset: int, view: memoryview, payloads: Sequence[Payload]) -> None:
+        """Fill ``view`` with the bytes from ``offset`` on, and check the payloads that lie in it.
+
+        A store with ``request_nbytes`` overrides this, and makes one request.
+
+        Raises:
+            ChecksumError: A payload is not the one that was written. ``view`` has what was read.
+            TruncatedFileError: The file ends before that.
+        """
+        if len(payloads) == 1 and payloads[0].nbytes == len(view):
+            self.read_whole_blocks(offset, view, payloads[0].crcs, payloads[0].block_size)
+        else:
+            self.read_into(offset, view)
+            check_payloads(payloads, offset, view, path=self.path)
 
     def close(self) -> None:  # noqa: B027 - a reader may have nothing to free
         """Free everything. Does nothing the second time."""

@@ -76,7 +76,7 @@ class S3Uploads:
 
     def _send(self, method: str, key: str, query: dict[str, str]) -> bytes:
         """Send a signed request without a body, and return the body of the answer."""
-        endpoint = self._access.endpoint or f"https://s3.{self._access.region}.amazonaws.com"
+        endpoint = str(self._access.address)
         path = "/".join(filter(None, [urlsplit(endpoint).path.strip("/"), self._access.bucket, key]))
         target = f"/{quote(path, safe='/-_.~')}"
         canonical_query = "&".join(

@@ -83,6 +83,8 @@ class StoreTraits:
         requests_in_flight: How many reads at once the store answers fastest.
         read_gap_nbytes: The largest gap between two wanted ranges that is worth reading along with them.
         read_nbytes: The most bytes that small neighbours are read in at once.
+        request_nbytes: How many bytes one request should ask for, where a request costs much more than a read
+            from a disk. Large neighbours are read together up to so many. 0: each is read by itself.
         lists_sizes: Whether ``list`` costs no more than ``names``. If not, a size is asked for by ``open``.
         random_writes: Whether there are ``takes_ranges``, ``reserve``, ``open_ranges``, ``rename``, ``link``.
         looks_below: Whether ``below`` with a name costs about as much as without.
@@ -95,6 +97,7 @@ class StoreTraits:
     requests_in_flight: int = 4
     read_gap_nbytes: int = 64 << 10
     read_nbytes: int = 4 << 20
+    request_nbytes: int = 0
     lists_sizes: bool = True
     random_writes: bool = False
     may_write_late: bool = False

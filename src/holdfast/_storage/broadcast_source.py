@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 
 from typing_extensions import Buffer
 
-from holdfast._io.blocks import BlockChecker, crc32
-from holdfast._io.file_access import FileReader
+from holdfast._format.item_table import Payload
+from holdfast._io.blocks import crc32
+from holdfast._io.file_access import FileReader, check_payloads
 from holdfast._io.store import FileSource
 from holdfast._io.streams import byte_view
 from holdfast._ranks.broadcast import Broadcast
@@ -30,17 +31,21 @@ class BroadcastSource(FileSource):
         broadcast: The ranks that read.
         rank: This rank.
         first: The place in the broadcast of the member that reads first.
+        sizes: What ``list`` returns: this rank has several of these for one load, and lists once.
     """
 
     reads_whole_rows = True
 
-    def __init__(self, store: FileSource, broadcast: Broadcast, rank: int, first: int) -> None:
+    def __init__(
+        self, store: FileSource, broadcast: Broadcast, rank: int, first: int, sizes: dict[str, int]
+    ) -> None:
         self.url = store.url
         self.traits = store.traits
         self.store = store
         self._broadcast = broadcast
         self._rank = rank
         self._turn = first
+        self._sizes = sizes
 
     def open(self, name: str) -> FileReader:
         """Open a file. Only a member whose turn it is to read opens it on the storage."""
@@ -85,7 +90,7 @@ class BroadcastSource(FileSource):
 
     def list(self) -> dict[str, int]:
         """The name and size of every file."""
-        return self.store.list()
+        return self._sizes
 
     def exists(self, name: str) -> bool:
         """Whether there is such a file."""
@@ -111,31 +116,29 @@ class _BroadcastReader(FileReader):
 
     def read_into(self, offset: int, buffer: Buffer) -> None:
         """Fill ``buffer``; what came from another rank is what that rank read."""
-        view = byte_view(buffer)
+        self.read_together(offset, byte_view(buffer), ())
+
+    def read_whole_blocks(self, offset: int, view: memoryview, crcs: Sequence[int], block_size: int) -> None:
+        """Fill ``view``, and check each block by the checkpoint's own checksums on every rank."""
+        self.read_together(offset, view, [Payload(offset, len(view), crcs, block_size)])
+
+    def read_together(self, offset: int, view: memoryview, payloads: Sequence[Payload]) -> None:
+        """Fill ``view``; every rank checks the payloads or, if there are none, what the reading rank sent."""
 
         def read() -> int:
-            self._open().read_into(offset, view)
-            return crc32(view)
+            self._open().read_together(offset, view, payloads)
+            return 0 if payloads else crc32(view)
 
         sent = self._source.pass_on(self.name, offset, view, read)
-        if sent is not None and sent != crc32(view):
+        if sent is None:
+            return
+        check_payloads(payloads, offset, view, path=self.path)
+        if not payloads and sent != crc32(view):
             raise ChecksumError(
                 f"{self.path}: bytes {offset} to {offset + len(view)} were changed on their way from the "
                 "rank that read them. Load again; if it happens again, a network device or memory is faulty.",
                 path=self.path,
             )
-
-    def read_whole_blocks(self, offset: int, view: memoryview, crcs: Sequence[int], block_size: int) -> None:
-        """Fill ``view``, and check each block by the checkpoint's own checksums on every rank."""
-
-        def read() -> int:
-            self._open().read_whole_blocks(offset, view, crcs, block_size)
-            return 0
-
-        if self._source.pass_on(self.name, offset, view, read) is not None:
-            checker = BlockChecker(crcs, block_size, path=self.path, offset=offset)
-            checker.update(view)
-            checker.finish()
 
     def close(self) -> None:
         if self._inner is not None:

@@ -1,7 +1,7 @@
 """The files of a load, each open only while jobs on it are left: a checkpoint may have 100,000 of them."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from holdfast._format.item_table import Payload
 from holdfast._io.file_access import FileReader
@@ -42,6 +42,11 @@ class SharedFile:
     def read_blocks_into(self, view: memoryview, payload: Payload, start: int) -> None:
         """As ``FileReader.read_blocks_into``; only for the jobs of this file."""
         self._open().read_blocks_into(view, payload, start)
+        self._report(len(view))
+
+    def read_together(self, offset: int, view: memoryview, payloads: Sequence[Payload]) -> None:
+        """As ``FileReader.read_together``; only for the jobs of this file."""
+        self._open().read_together(offset, view, payloads)
         self._report(len(view))
 
     def _report(self, nbytes: int) -> None:

@@ -20,6 +20,7 @@ from holdfast._objects.object_streams import LoadedObject
 from holdfast._storage.absence import explain_absence
 from holdfast._storage.destinations import PlannerCalls
 from holdfast._storage.item_reader import Chunk, ItemReader, ReadContext
+from holdfast._storage.joined_ranges import join_neighbours
 from holdfast._storage.metadata_reading import load_metadata
 from holdfast._storage.open_files import SharedFile
 from holdfast._storage.own_parts import join_parts
@@ -216,7 +217,8 @@ def _tensor_jobs(
             jobs += tensor_jobs(ItemReader(context, file, info), chunk, item)
     groups = [request.small] if request.small else []
     groups.append(SmallTensors.of_lines(context, small))
-    return [*(job for group in groups for job in small_tensor_jobs(context, file, group)), *jobs]
+    small_jobs = (job for group in groups for job in small_tensor_jobs(context, file, group))
+    return [*small_jobs, *join_neighbours(jobs, file.store.traits)]
 
 
 def _say_what_changed(error: BaseException, touched: list[str], may_change: Callable[[str], bool]) -> None:

@@ -1,5 +1,6 @@
 """Carrying out a load plan together with other ranks, so that what several of them need is read once."""
 
+import contextlib
 import hashlib
 import math
 from array import array
@@ -16,8 +17,9 @@ from holdfast._storage.broadcast_source import BroadcastSource
 from holdfast._storage.common_lines import Group, Offer, find_groups
 from holdfast._storage.item_places import ItemPlaces, places_of
 from holdfast._storage.read_requests import columns_in
-from holdfast._storage.whole_rows import whole_rows
+from holdfast._storage.whole_rows import is_read_whole, whole_rows
 from holdfast._tensors.chunks import is_tensor, local_parts
+from holdfast.errors import AccessDeniedError
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner
 
@@ -60,7 +62,7 @@ def read_together(
             places = places_of(metadata)
             columns = columns_in(plan, places)
             if columns is not None and places is not None:
-                names = _Names(columns, places, planner)
+                names = _Names(columns, places, planner, store.traits.request_nbytes)
         return None if names is None else Offer(*names.offer(), store.cache_room(names.files()))
 
     groups, in_cache, nbytes = exchange.decide("share reads", offer, find_groups)
@@ -76,9 +78,12 @@ def read_together(
 class _Names:
     """This rank's lines by names that mean the same on every rank."""
 
-    def __init__(self, columns: ReadColumns, places: ItemPlaces, planner: LoadPlanner) -> None:
+    def __init__(
+        self, columns: ReadColumns, places: ItemPlaces, planner: LoadPlanner, request_nbytes: int
+    ) -> None:
         self.columns = columns
         self.places = places
+        self._request_nbytes = request_nbytes
         # Who asks its planner for each tensor reads in other portions than who does not.
         self.values = own_values(planner, "resolve_tensor")
         self.lines: dict[int, int] = {}
@@ -104,7 +109,7 @@ class _Names:
             yield number, int.from_bytes(digest, "little", signed=True)
 
     def _part(self, number: int) -> tuple[Any, ...]:
-        """Which part of its stored item a line reads: whole rows, if it needs some columns of them."""
+        """Which part of its stored item a line reads: all that is read for several ranks at once."""
         box = self.columns.boxes.get(number)
         if box is None:
             return ()
@@ -113,6 +118,8 @@ class _Names:
         if self.places.payload_nbytes[row] > 0 and self.places.is_plain(row) and not box.is_whole:
             shape = self.places.chunk_shape(self.columns.keys[number], row)
             itemsize = self.places.payload_nbytes[row] // math.prod(shape)
+            if is_read_whole(shape, lengths, itemsize, self._request_nbytes):
+                return (*(0 for _ in shape), *shape, "whole chunk")
             rows = whole_rows(shape, offsets, lengths, itemsize, self.places.manifest.block_size)
             if rows is not None:
                 return (*rows.offsets, *rows.lengths, "whole rows")
@@ -131,9 +138,17 @@ class _Names:
         }
 
     def in_order(self, names: Sequence[int]) -> list[int]:
-        """The lines of those names in the order of the manifest's rows: the same on every member."""
-        rows = self.columns.rows
-        return sorted((self.lines[name] for name in names), key=lambda n: (rows[n], self._parts[n]))
+        """The lines of those names in the order of the files, so that neighbours are read together.
+
+        It is the same on every member.
+        """
+        rows, files, offsets = self.columns.rows, self.places.files, self.places.offsets
+
+        def place(line: int) -> tuple[Any, ...]:
+            row = rows[line]
+            return files[row], offsets[row], row, self._parts[line]
+
+        return sorted((self.lines[name] for name in names), key=place)
 
     def of_kind(self, lines: list[int], *, objects: bool) -> list[int]:
         """Those of the lines that are objects, or those that are not."""
@@ -176,30 +191,39 @@ def _read_all(
     ordered = [(members, names.in_order(memoryview(lines).cast("q"))) for members, lines in groups]
     common = {number for _, numbers in ordered for number in numbers}
     own = [number for number in range(len(names.columns)) if number not in common]
+    sizes: dict[str, int] = {}
+    if store.traits.lists_sizes:
+        with contextlib.suppress(AccessDeniedError):  # then each file is asked for
+            sizes = store.list()
     for objects in (True, False):
         if some := names.of_kind(own, objects=objects):
             read(own_store, names.plan(some), None)
         for members, lines in ordered:
             if some := names.of_kind(lines, objects=objects):
-                _read_with(members, some, store, names, exchange, read)
+                _read_with(members, some, store, sizes, names, exchange, read)
 
 
 def _read_with(
     members: tuple[int, ...],
     numbers: list[int],
     store: FileSource,
+    sizes: dict[str, int],
     names: _Names,
     exchange: Exchange,
     read: Callable[[FileSource, LoadPlan, int | None], None],
 ) -> None:
     """Several broadcasts at once, so that several members read while others pass on."""
-    broadcasts = min(_MOST_BROADCASTS, len(members), len(numbers)) if names.values is not None else 1
-    dealt = _deal([names.nbytes(number) for number in numbers], broadcasts)
+    nbytes = [names.nbytes(number) for number in numbers]
+    most, request_nbytes = min(_MOST_BROADCASTS, len(members)), store.traits.request_nbytes
+    if request_nbytes:
+        # Each of them waits for one request at a time.
+        most = min(store.traits.requests_in_flight, max(1, round(sum(nbytes) / request_nbytes)))
+    dealt = _deal(nbytes, min(most, len(numbers)) if names.values is not None else 1)
     opened = [exchange.open_broadcast(members) for _ in dealt]
 
     def job(at: int) -> None:
         with opened[at]:
-            source = BroadcastSource(store, opened[at], exchange.rank, at)
+            source = BroadcastSource(store, opened[at], exchange.rank, at, sizes)
             read(source, names.plan([numbers[number] for number in dealt[at]]), 1)
 
     pool.run([partial(job, at) for at in range(len(dealt))], threads=len(dealt))

@@ -6,6 +6,7 @@ from typing import Any
 from holdfast._contents.item_bytes import naming
 from holdfast._storage.destinations import Destination
 from holdfast._storage.item_reader import Chunk, ItemReader
+from holdfast._storage.joined_ranges import RangeJob
 from holdfast._storage.ranges import RangeRead, ranges_for
 from holdfast._storage.torch_written import deliver_torch_written
 from holdfast._storage.transformed import deliver_transformed
@@ -29,12 +30,13 @@ def tensor_jobs(reader: ItemReader, chunk: Chunk, item: ReadItem) -> list[Callab
             _PIECE,
             is_checked=reader.is_verified,
             reads_whole_rows=reader.file.store.reads_whole_rows,
+            request_nbytes=reader.file.store.traits.request_nbytes,
         )
     )
     if not ranges:
         return [_job(destination, destination.target)]
     destination.waiting = len(ranges)
-    return [_job(destination, RangeRead(reader, chunk, destination, piece).deliver) for piece in ranges]
+    return [RangeJob(RangeRead(reader, chunk, destination, piece)) for piece in ranges]
 
 
 def _job(destination: Destination, work: Callable[[], Any]) -> Callable[[], None]:

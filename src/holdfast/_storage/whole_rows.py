@@ -1,5 +1,6 @@
-"""Owns which rows are read whole, so that ranks which need different columns of them read them once."""
+"""Owns what is read whole by ranks that need different parts of it, so that one of them reads for all."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -47,3 +48,24 @@ def whole_rows(
         (*offsets[:columns], *(0 for _ in shape[columns:])),
         (*lengths[:columns], *shape[columns:]),
     )
+
+
+_LEAST_PART = 4
+_WORTHWHILE = 2
+
+
+def is_read_whole(shape: Sequence[int], lengths: Sequence[int], itemsize: int, request_nbytes: int) -> bool:
+    """Whether a chunk is read by one request for all ranks that need parts of it.
+
+    That spares requests for less than half of what a request should ask for. Each rank gets all of the chunk,
+    so this is done only if its part is a quarter or more.
+
+    Args:
+        shape: The shape of the stored chunk.
+        lengths: How much of it this rank needs.
+        itemsize: Bytes an element.
+        request_nbytes: How many bytes a request should ask for; 0 if that does not matter.
+    """
+    nbytes, needed = math.prod(shape) * itemsize, math.prod(lengths) * itemsize
+    is_part = 0 < needed < nbytes <= request_nbytes
+    return is_part and needed * _WORTHWHILE < request_nbytes and needed * _LEAST_PART >= nbytes
