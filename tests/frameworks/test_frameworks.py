@@ -3,10 +3,14 @@
 ``make frameworks`` runs these tests, in an environment of its own. They are not part of ``make test``.
 """
 
+import functools
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,17 +20,20 @@ from safetensors.torch import load_file
 from tests.support.ranks import python_environment
 
 JOBS = Path(__file__).parent / "jobs"
-FRAMEWORKS = ["accelerate", "lightning", "torchtitan", "transformers"]
-CONTINUES = ["accelerate", "lightning", "torchtitan"]
-"""The frameworks whose checkpoints have optimizers and steps; the others save models."""
+FRAMEWORKS = [
+    *("accelerate", "lightning", "lightning_trainer", "torchtitan", "transformers", "transformers_trainer")
+]
+CONTINUES = [name for name in FRAMEWORKS if name != "transformers"]
+"""The jobs whose checkpoints have optimizers and steps; the other one saves a model."""
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
 
 
 class Job(NamedTuple):
-    """How a job ended: what it told, if it came to its end, and all that it printed."""
+    """How a job ended: what it told, if it came to its end, how its ranks ended, and all that it printed."""
 
     result: dict[str, Any] | None
+    statuses: list[int]
     output: str
 
     @property
@@ -36,16 +43,53 @@ class Job(NamedTuple):
         return losses
 
 
+def environment(*, stock: bool) -> dict[str, str]:
+    return {**python_environment(), "OMP_NUM_THREADS": "1", "HOLDFAST_INSTALL": "0" if stock else "1"}
+
+
+IMPORTED_ONCE = {
+    "accelerate": ["accelerate"],
+    "lightning": ["lightning"],
+    "torchtitan": ["torchtitan.components.checkpoint"],
+    "transformers": ["transformers.trainer", "transformers.models.llama.modeling_llama"],
+}
+"""What takes longest to import, by framework. It must not ask which rank it is."""
+SERVERS = ExitStack()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _servers_end() -> Iterator[None]:
+    yield
+    SERVERS.close()
+
+
+@functools.cache
+def fork_server(package: str, *, stock: bool) -> subprocess.Popen[str]:
+    """A process that has imported a framework."""
+    command = [sys.executable, str(Path(__file__).with_name("fork_server.py")), *IMPORTED_ONCE[package]]
+    return SERVERS.enter_context(
+        subprocess.Popen(
+            command, env=environment(stock=stock), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+    )
+
+
 def run(framework: str, folder: Path, world: int = 2, *, stock: bool = False, **settings: Any) -> Job:
     """Run a framework's job on some ranks, on Holdfast or with stock torch."""
-    environment = {**python_environment(), "OMP_NUM_THREADS": "1", "HOLDFAST_INSTALL": "0" if stock else "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    command += [str(JOBS / f"{framework}_job.py"), json.dumps({"folder": str(folder), **settings})]
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
-    told = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return Job(json.loads(told[-1].removeprefix("RESULT ")) if told else None, done.stdout)
+    server = fork_server(framework.partition("_")[0], stock=stock)
+    assert server.stdin is not None
+    assert server.stdout is not None
+    output = folder.with_name(f"{folder.name}.output")
+    output.unlink(missing_ok=True)
+    job = {"job": str(JOBS / f"{framework}_job.py"), "settings": {"folder": str(folder), **settings}}
+    print(json.dumps({**job, "world": world, "output": str(output)}), file=server.stdin, flush=True)
+    statuses = json.loads(server.stdout.readline())
+    return Job(_told(output.read_text()), statuses, output.read_text())
+
+
+def _told(output: str) -> dict[str, Any] | None:
+    told = [line for line in output.splitlines() if line.startswith("RESULT ")]
+    return json.loads(told[-1].removeprefix("RESULT ")) if told else None
 
 
 def saved_by_us(folder: Path) -> bool:
@@ -90,9 +134,14 @@ def test_a_kill_in_an_overwrite_leaves_a_whole_checkpoint(
 ) -> None:
     first = run(framework, tmp_path / "a")
     assert first.result is not None, first.output
-    killed = run(framework, tmp_path / "a", resume=True, kill_at=kill_at)
+    resume: bool | str = True
+    if framework == "transformers_trainer":
+        # It has a folder for each step: go on twice from the same one.
+        assert run(framework, tmp_path / "a", resume=True).result is not None
+        resume = "first"
+    killed = run(framework, tmp_path / "a", resume=resume, kill_at=kill_at)
     assert killed.result is None
-    assert "Signal 9" in killed.output, killed.output
+    assert killed.statuses[0] == signal.SIGKILL, killed.output
     then = run(framework, tmp_path / "a", resume=True, steps=1)
     assert then.result is not None, then.output
     if framework in CONTINUES:
