@@ -46,7 +46,9 @@ def _be_a_rank(task: dict[str, Any], rank: int, port: str) -> None:
     os.dup2(output, 2)
     number, world = str(rank), str(task["world"])
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_RUN_ID="forked")
-    os.environ.update(RANK=number, LOCAL_RANK=number, GROUP_RANK="0", WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+    os.environ.update(
+        RANK=number, LOCAL_RANK=number, GROUP_RANK="0", WORLD_SIZE=world, LOCAL_WORLD_SIZE=world
+    )
     sys.argv = [task["job"], json.dumps(task["settings"])]
     sys.path.insert(0, os.path.dirname(task["job"]))
     status = 1

@@ -6,6 +6,7 @@
 import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ FRAMEWORKS = [
 ]
 CONTINUES = [name for name in FRAMEWORKS if name != "transformers"]
 """The jobs whose checkpoints have optimizers and steps; the other one saves a model."""
+MODEL_KEYS = ["0.bias", "0.weight", "2.bias", "2.weight"]
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
 
@@ -148,13 +150,15 @@ def test_a_kill_in_an_overwrite_leaves_a_whole_checkpoint(
         assert then.result["first"] in (2, 3, 4)
 
 
-# transformers reads whole safetensors files itself, and checks no byte of them.
-@pytest.mark.parametrize("framework", CONTINUES)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_flipped_byte_is_noticed(framework: str, tmp_path: Path) -> None:
     assert run(framework, tmp_path / "a").result is not None
-    for file in (tmp_path / "a").rglob("__*.distcp"):
+    files = [*(tmp_path / "a").rglob("__*.distcp"), *(tmp_path / "a").glob("*.safetensors")]
+    assert files
+    for file in files:
         data = bytearray(file.read_bytes())
-        for place in range(len(data) // 3, len(data), 997):
+        # What is before it may be a header.
+        for place in range(len(data) // 2, len(data), 997):
             data[place] ^= 1
         file.write_bytes(data)
     damaged = run(framework, tmp_path / "a", resume=True)
@@ -162,23 +166,71 @@ def test_a_flipped_byte_is_noticed(framework: str, tmp_path: Path) -> None:
     assert "ChecksumError" in damaged.output or "IntegrityError" in damaged.output, damaged.output
 
 
+def test_the_word_before_the_command_is_enough(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "holdfast", "run", sys.executable, "-m", "torch.distributed.run"]
+    command += ["--standalone", "--nproc-per-node=2", str(JOBS / "accelerate_job.py")]
+    command += [json.dumps({"folder": str(tmp_path / "a")})]
+    subprocess.run(command, env=environment(stock=True), check=True)
+    assert saved_by_us(tmp_path / "a")
+
+
 def test_accelerate_merges_the_weights_of_a_checkpoint(tmp_path: Path) -> None:
     job = run("accelerate", tmp_path / "a", export=str(tmp_path / "merged"))
     assert job.result is not None, job.output
     weights = load_file(tmp_path / "merged" / "model.safetensors")
-    assert sorted(weights) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    assert sorted(weights) == MODEL_KEYS
 
 
-def test_lightning_consolidates_a_checkpoint(tmp_path: Path) -> None:
-    assert run("lightning", tmp_path / "a").result is not None
+@pytest.mark.parametrize(
+    ("framework", "names"),
+    [("lightning", ("model", "", "step")), ("lightning_trainer", ("state_dict", "model.", "global_step"))],
+)
+def test_lightning_consolidates_a_checkpoint(
+    framework: str, names: tuple[str, str, str], tmp_path: Path
+) -> None:
+    assert run(framework, tmp_path / "a").result is not None
     command = [sys.executable, "-m", "lightning.fabric.utilities.consolidate_checkpoint", str(tmp_path / "a")]
-    for install in ("0", "1"):
-        environment = {**python_environment(), "HOLDFAST_INSTALL": install}
-        output = tmp_path / f"{install}.ckpt"
-        subprocess.run([*command, "--output_file", str(output)], env=environment, check=True)
+    model, prefix, step = names
+    for stock in (True, False):
+        output = tmp_path / f"{stock}.ckpt"
+        subprocess.run([*command, "--output_file", str(output)], env=environment(stock=stock), check=True)
         state = torch.load(output, weights_only=False)
-        assert sorted(state["model"]) == ["0.bias", "0.weight", "2.bias", "2.weight"]
-        assert state["step"] == 2
+        assert sorted(state[model]) == [f"{prefix}{name}" for name in MODEL_KEYS]
+        assert state[step] == 2
+
+
+@pytest.mark.parametrize("stock", [True, False])
+def test_transformers_reads_and_consolidates_what_many_ranks_saved(tmp_path: Path, stock: bool) -> None:
+    job = run("transformers", tmp_path / "a", export=str(tmp_path / "b"))
+    assert job.result is not None, job.output
+    assert [file.name for file in (tmp_path / "a").glob("*.safetensors")] == [
+        "shard-00001-model-00001-of-00001.safetensors"
+    ]
+    code = """
+import sys, torch
+from transformers import LlamaForCausalLM
+one, two = [LlamaForCausalLM.from_pretrained(folder).state_dict() for folder in sys.argv[1:]]
+assert all(torch.equal(value, two[key]) for key, value in one.items())
+"""
+    folders = [str(tmp_path / "a"), str(tmp_path / "b")]
+    for name in ("config.json", "generation_config.json"):
+        shutil.copy(tmp_path / "a" / name, tmp_path / "b")
+    subprocess.run([sys.executable, "-c", code, *folders], env=environment(stock=stock), check=True)
+    shutil.copytree(tmp_path / "a", tmp_path / "c")
+    on_two = run("transformers", tmp_path / "a", resume=True, stock=stock)
+    on_four = run("transformers", tmp_path / "c", world=4, resume=True, stock=stock)
+    # Sums over two and over four ranks are rounded differently.
+    assert on_four.losses == pytest.approx(on_two.losses, rel=1e-5), on_four.output
+
+
+def test_transformers_trainer_without_shards_is_left_alone(tmp_path: Path) -> None:
+    stock = run("transformers_trainer", tmp_path / "stock", stock=True, plain=True)
+    ours = run("transformers_trainer", tmp_path / "ours", plain=True)
+    assert ours.losses == stock.losses
+    assert not saved_by_us(tmp_path / "ours")
+    stock = run("transformers_trainer", tmp_path / "stock", stock=True, plain=True, resume=True)
+    ours = run("transformers_trainer", tmp_path / "ours", plain=True, resume=True)
+    assert ours.losses == stock.losses
 
 
 def test_torchtitan_saves_in_the_background_and_keeps_the_last_two(tmp_path: Path) -> None:
@@ -199,5 +251,5 @@ def test_torchtitan_writes_its_last_save_for_hugging_face(tmp_path: Path, stock:
     assert job.result is not None, job.output
     last = tmp_path / "a" / "step-2"
     index = json.loads((last / "model.safetensors.index.json").read_text())["weight_map"]
-    assert sorted(index) == ["x.0.bias", "x.0.weight", "x.2.bias", "x.2.weight"]
+    assert sorted(index) == [f"x.{name}" for name in MODEL_KEYS]
     assert all(key in load_file(os.path.join(last, file)) for key, file in index.items())

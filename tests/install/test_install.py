@@ -13,6 +13,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.support.ranks import python_environment
 from tests.support.stock_torch import IS_NEWEST
 from torch.distributed.checkpoint import (
@@ -205,6 +206,31 @@ def test_hugging_face_storages_of_torch_become_ours(tmp_path: Path) -> None:
     loaded = {"weight": torch.zeros(3)}
     dcp.load(loaded, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)))
     assert loaded["weight"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.skipif(not IS_NEWEST, reason="older torches write safetensors in other ways")
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_who_asks_for_shards_finds_a_whole_model_by_the_name_of_the_first_one(tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(1)}, tmp_path / "shard-00002-model-00001-of-00001.safetensors")
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    for number in (1, 2):
+        writer = dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+        dcp.save({"weight": torch.full((3,), float(number))}, storage_writer=writer)
+        # Nothing is left of the model before, which torch would mix with this one.
+        assert [file.name for file in tmp_path.glob("[!.]*")] == [
+            "shard-00001-model-00001-of-00001.safetensors"
+        ]
+        for install in (True, False):
+            (holdfast.install if install else holdfast.uninstall)()
+            loaded = {"weight": torch.zeros(3)}
+            dcp.load(loaded, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+            assert loaded["weight"].tolist() == [number] * 3
+        holdfast.install()
+    file = next(tmp_path.glob("shard*"))
+    file.write_bytes(file.read_bytes()[:-1] + b"\7")
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.load({"weight": torch.zeros(3)}, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)))
+    assert isinstance(caught.value, holdfast.errors.ChecksumError)
 
 
 class CountingReader(FileSystemReader):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from holdfast._fsspec_filesystem import FsspecReader, FsspecWriter
 from holdfast._install.door_table import PACKAGE
 from holdfast._install.install_options import InstallOptions
+from holdfast._storage.safetensors_layout import ExportOptions
 from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner, EmptyStateDictLoadPlanner
 from holdfast.extension import ExtensionRegistry
 from holdfast.filesystem import FileSystemReader, FileSystemWriter
@@ -184,9 +185,12 @@ def _hf_writer(writer: Any, _: InstallOptions) -> Recipe:
     path = _setting(writer, "consolidated_output_path") or writer.path
     names = ("thread_count", "save_distributed", "enable_consolidation", "thread_count_consolidation")
     arguments = {name: getattr(writer, name) for name in names if hasattr(writer, name)}
-    arguments["fqn_to_index_mapping"] = _setting(writer, "fqn_to_index_mapping")
+    mapping = arguments["fqn_to_index_mapping"] = _setting(writer, "fqn_to_index_mapping")
     if attributes:
         attributes["path"] = path
+    if mapping is None and writer.save_distributed and not _setting(writer, "enable_consolidation"):
+        # Who asks for shards may look for their names, as transformers does.
+        attributes["options"] = ExportOptions(as_shard=True)
     return Recipe(HuggingFaceStorageWriter, {"path": path, **arguments}, attributes)
 
 
