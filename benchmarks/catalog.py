@@ -4,6 +4,7 @@ from benchmarks.async_save import async_save_cases
 from benchmarks.bulk import bulk_cases
 from benchmarks.case import Case
 from benchmarks.compressed import compressed_cases
+from benchmarks.frameworks import framework_cases
 from benchmarks.memory import memory_cases
 from benchmarks.neighbour import neighbour_cases
 from benchmarks.object_store import object_store_cases
@@ -34,5 +35,6 @@ def all_cases(scale: float) -> list[Case]:
         async_save_cases,
         object_store_cases,
         recording_cases,
+        framework_cases,
     )
     return [case for group in groups for case in group(scale)]

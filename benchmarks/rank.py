@@ -23,7 +23,7 @@ from benchmarks.sides import Side, both_sides
 from benchmarks.states import Tensors
 from benchmarks.turns import drop_caches, read_through, seconds_of
 
-__all__ = ["check_held", "held_by_rank", "local_part", "measure"]
+__all__ = ["by_the_first", "check_held", "held_by_rank", "local_part", "measure", "slowest_of"]
 
 _DIMENSIONS: dict[Layout, int] = {"rows": 0, "columns": 1}
 
@@ -47,13 +47,13 @@ def measure(case: RankCase, job: Job) -> Samples:
         folder = job.folder / side.name
         found = {}
         if case.kind == "both":
-            _by_the_first(lambda: shutil.rmtree(folder, ignore_errors=True))
-            found["save"] = _slowest_of(lambda: side.save(held, folder))
-        _by_the_first(drop_caches if case.kind == "cold" else lambda: read_through(folder))
+            by_the_first(lambda: shutil.rmtree(folder, ignore_errors=True))
+            found["save"] = slowest_of(lambda: side.save(held, folder))
+        by_the_first(drop_caches if case.kind == "cold" else lambda: read_through(folder))
         for value in target.values():
             local_part(value).zero_()
         before = _bytes_from_disk()
-        found["load"] = _slowest_of(lambda: side.load(target, folder))
+        found["load"] = slowest_of(lambda: side.load(target, folder))
         read = torch.tensor(_bytes_from_disk() - before)
         check_held(case.contents, case.loaded, target)
         if case.kind == "cold":
@@ -102,14 +102,15 @@ def check_held(contents: Tensors, layout: Layout, target: dict[str, Any]) -> Non
         assert torch.equal(local_part(value).view(torch.int32), wanted), f"{key} was loaded wrong"
 
 
-def _slowest_of(work: Callable[[], object]) -> float:
+def slowest_of(work: Callable[[], object]) -> float:
     """How long the slowest rank takes for its part; all begin together."""
     seconds = torch.tensor(seconds_of(work, dist.barrier))
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return float(seconds)
 
 
-def _by_the_first(work: Callable[[], object]) -> None:
+def by_the_first(work: Callable[[], object]) -> None:
+    """Let the first rank do something, while the others wait."""
     dist.barrier()
     if dist.get_rank() == 0:
         work()

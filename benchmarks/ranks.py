@@ -12,7 +12,7 @@ from benchmarks.case import Case, Goal, Job, Quantity, Samples
 from benchmarks.states import KIB, MIB, Tensors
 from benchmarks.turns import drop_caches
 
-__all__ = ["RANKS", "Layout", "RankCase", "rank_cases", "rank_contents"]
+__all__ = ["RANKS", "Layout", "RankCase", "rank_cases", "rank_contents", "run_ranks"]
 
 RANKS = 2
 Layout = Literal["whole", "rows", "columns"]
@@ -93,10 +93,14 @@ def rank_cases(scale: float) -> list[Case]:
 
 
 def _run(name: str, scale: float, job: Job) -> Samples:
-    """Start the ranks; the first prints the samples. If one fails, the others are ended."""
     if rank_contents(scale)[name].kind == "cold":
         drop_caches()  # so that the case is skipped before anything is saved where that is impossible
-    command = [sys.executable, "-m", "benchmarks.rank", name, str(scale), str(job.rounds), str(job.folder)]
+    return run_ranks("benchmarks.rank", [name, str(scale), str(job.rounds), str(job.folder)], job)
+
+
+def run_ranks(module: str, arguments: list[str], job: Job) -> Samples:
+    """Start the ranks; the first writes the samples. If one fails, the others are ended."""
+    command = [sys.executable, "-m", module, *arguments]
     output = job.folder / "samples.json"
     ranks = [subprocess.Popen([*command, str(rank), str(output)]) for rank in range(RANKS)]
     try:

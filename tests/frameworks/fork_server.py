@@ -1,7 +1,7 @@
 """Runs jobs on ranks that are forked from a process which has imported a framework once: that takes seconds.
 
-``python fork_server.py MODULE...`` reads a line of JSON for each run, and prints the wait statuses of its ranks.
-A rank has the environment that torchrun gives it. If one fails, the others are killed.
+``python fork_server.py MODULE...`` reads a line of JSON for each run, and prints the wait statuses of its
+ranks. A rank has the environment that torchrun gives it. If one fails, the others are killed.
 """
 
 import atexit
@@ -22,9 +22,9 @@ def run(task: dict[str, Any]) -> list[int]:
     with socket.socket() as any_port:
         any_port.bind(("127.0.0.1", 0))
         port = str(any_port.getsockname()[1])
-    world, statuses = task["world"], {}
-    pids = [_fork(task, rank, port) for rank in range(world)]
-    while len(statuses) < world:
+    pids = [_fork(task, rank, port) for rank in range(task["world"])]
+    statuses: dict[int, int] = {}
+    while len(statuses) < len(pids):
         pid, status = os.wait()
         statuses[pid] = status
         if status:
@@ -55,11 +55,11 @@ def _be_a_rank(task: dict[str, Any], rank: int, port: str) -> None:
     try:
         runpy.run_path(task["job"], run_name="__main__")
         status = 0
-    except BaseException:  # noqa: BLE001 - printed, and the status tells
+    except BaseException:
         traceback.print_exc()
     # All that a program does at its end but taking the interpreter down, which takes a second in each rank.
-    threading._shutdown()  # type: ignore[attr-defined] # noqa: SLF001
-    atexit._run_exitfuncs()  # noqa: SLF001
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -1,4 +1,4 @@
-"""Trains with Lightning's Trainer and ModelParallelStrategy; it saves, and goes on from ``ckpt_path``, itself."""
+"""Trains with Lightning's Trainer and ModelParallelStrategy: save_checkpoint and ckpt_path are its own."""
 
 from typing import Any
 

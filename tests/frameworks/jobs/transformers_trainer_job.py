@@ -1,4 +1,4 @@
-"""Trains a tiny Llama with transformers' Trainer, sharded by accelerate's FSDP2; it saves and goes on itself."""
+"""Trains a tiny Llama with transformers' Trainer, which saves and resumes, sharded by accelerate's FSDP2."""
 
 import os
 from typing import Any
