@@ -26,6 +26,7 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as imported_early
+from torch.distributed.checkpoint.storage import StorageReader
 
 import holdfast
 
@@ -267,6 +268,24 @@ def test_a_subclass_stays_a_strangers_plugin_and_is_named(tmp_path: Path) -> Non
     assert "write_data" in why
 
 
+def delegate(name: str) -> Any:
+    return lambda self, *args, **kwargs: getattr(self.inner, name)(*args, **kwargs)
+
+
+def test_a_plugin_with_only_the_interface_of_torch_is_named(tmp_path: Path) -> None:
+    # As OLMo-core has one: it inherits from the interface, not from a reader of torch's.
+    methods = {name: delegate(name) for name in StorageReader.__abstractmethods__}
+    reader: Any = type("OwnReader", (StorageReader,), methods)()
+    reader.inner = FileSystemReader(tmp_path)
+    dcp.save(state(), checkpoint_id=tmp_path)
+    loaded = empty()
+    dcp.load(loaded, storage_reader=reader)
+    check(loaded)
+    [(name, why)] = holdfast.installed().strangers.items()
+    assert name.endswith("OwnReader")
+    assert "StorageReader of its own" in why
+
+
 def test_a_class_that_somebody_has_patched_stays_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,6 +335,11 @@ def test_one_line_says_who_saved(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         dcp.save(state(), checkpoint_id=tmp_path)
     [line] = [record.getMessage() for record in caplog.records if record.name == "holdfast.install"]
     assert line == f"saved by holdfast for {__name__}: {tmp_path}"
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "holdfast.install"):
+        dcp.save(state(), storage_writer=ShoutingWriter(tmp_path / "theirs"))
+    [line] = [record.getMessage() for record in caplog.records if record.name == "holdfast.install"]
+    assert line.endswith(f"{tmp_path / 'theirs'}, in files of {__name__}.ShoutingWriter")
 
 
 def test_state_dicts_of_models_are_read_by_ours() -> None:

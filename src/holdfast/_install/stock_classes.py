@@ -65,13 +65,14 @@ class Translator:
     def translate(self, value: Any) -> Any:
         """Our object for one of torch's; any other value as it is."""
         base = _stock_base(type(value))
-        if base is None:
-            return value
         try:
+            if base is None:
+                _refuse_plugins(type(value))
+                return value
             _refuse_changes(value, base)
             recipe = _RECIPES[_name_in_package(base)](value, self.options)
         except _Untranslatable as why:
-            self.strangers[f"{type(value).__module__}.{type(value).__qualname__}"] = str(why)
+            self.strangers[full_name(type(value))] = str(why)
             return value
         with self._lock:
             known = self._known.get(value)
@@ -85,17 +86,36 @@ def is_stock(value: Any) -> bool:
     return _stock_base(type(value)) is not None
 
 
+def full_name(cls: type) -> str:
+    """The module and the name of a class."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 def _name_in_package(cls: type) -> str:
-    return f"{cls.__module__.removeprefix(PACKAGE)[1:]}.{cls.__qualname__}"
+    """The name of a class of torch's package within it; that of any other class as it is."""
+    return full_name(cls).removeprefix(f"{PACKAGE}.")
 
 
 def _stock_base(cls: type) -> type | None:
     """The nearest class of torch's that is translated; None if there is none."""
     for base in cls.__mro__:
-        if base.__module__.startswith(PACKAGE) and _name_in_package(base) in _RECIPES:
+        if _name_in_package(base) in _RECIPES:
             home = sys.modules.get(base.__module__)
             return base if getattr(home, base.__qualname__, None) is base else None
     return None
+
+
+_INTERFACES = {
+    *("storage.StorageWriter", "storage.StorageReader", "planner.SavePlanner", "planner.LoadPlanner"),
+    "staging.AsyncStager",
+}
+
+
+def _refuse_plugins(cls: type) -> None:
+    """Raise if a class implements an interface of torch's in a way of its own."""
+    for base in cls.__mro__:
+        if _name_in_package(base) in _INTERFACES:
+            raise _Untranslatable(f"it is a {base.__name__} of its own, and works as a plugin")
 
 
 # What every class has, and what says nothing of what its methods do.
