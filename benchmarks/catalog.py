@@ -6,6 +6,7 @@ from benchmarks.case import Case
 from benchmarks.commands import command_cases
 from benchmarks.compressed import compressed_cases
 from benchmarks.conversions import conversion_cases
+from benchmarks.frameworks import framework_cases
 from benchmarks.memory import memory_cases
 from benchmarks.neighbour import neighbour_cases
 from benchmarks.object_store import object_store_cases
@@ -42,5 +43,6 @@ def all_cases(scale: float) -> list[Case]:
         recording_cases,
         thousand_steps_cases,
         command_cases,
+        framework_cases,
     )
     return [case for group in groups for case in group(scale)]

@@ -98,12 +98,12 @@ def _run(name: str, scale: float, job: Job) -> Samples:
     return run_ranks("benchmarks.rank", name, scale, job)
 
 
-def run_ranks(module: str, name: str, scale: float, job: Job) -> Samples:
-    """Start the ranks of a case, each a process of ``module``; the first writes the samples.
+def run_ranks(module: str, name: str, size: float, job: Job) -> Samples:
+    """Start the ranks of a case, each a process of ``module`` that is told ``size``; rank 0 writes the samples.
 
     If one fails, the others are ended.
     """
-    command = [sys.executable, "-m", module, name, str(scale), str(job.rounds), str(job.folder)]
+    command = [sys.executable, "-m", module, name, str(size), str(job.rounds), str(job.folder)]
     output = job.folder / "samples.json"
     ranks = [subprocess.Popen([*command, str(rank), str(output)]) for rank in range(RANKS)]
     try:

@@ -3,10 +3,15 @@
 ``make frameworks`` runs these tests, in an environment of its own. They are not part of ``make test``.
 """
 
+import functools
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,17 +21,21 @@ from safetensors.torch import load_file
 from tests.support.ranks import python_environment
 
 JOBS = Path(__file__).parent / "jobs"
-FRAMEWORKS = ["accelerate", "lightning", "torchtitan", "transformers"]
-CONTINUES = ["accelerate", "lightning", "torchtitan"]
-"""The frameworks whose checkpoints have optimizers and steps; the others save models."""
+FRAMEWORKS = [
+    *("accelerate", "lightning", "lightning_trainer", "torchtitan", "transformers", "transformers_trainer")
+]
+CONTINUES = [name for name in FRAMEWORKS if name != "transformers"]
+"""The jobs whose checkpoints have optimizers and steps; the other one saves a model."""
+MODEL_KEYS = ["0.bias", "0.weight", "2.bias", "2.weight"]
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
 
 
 class Job(NamedTuple):
-    """How a job ended: what it told, if it came to its end, and all that it printed."""
+    """How a job ended: what it told, if it came to its end, how its ranks ended, and all that it printed."""
 
     result: dict[str, Any] | None
+    statuses: list[int]
     output: str
 
     @property
@@ -36,16 +45,53 @@ class Job(NamedTuple):
         return losses
 
 
+def environment(*, stock: bool) -> dict[str, str]:
+    return {**python_environment(), "OMP_NUM_THREADS": "1", "HOLDFAST_INSTALL": "0" if stock else "1"}
+
+
+IMPORTED_ONCE = {
+    "accelerate": ["accelerate"],
+    "lightning": ["lightning"],
+    "torchtitan": ["torchtitan.components.checkpoint"],
+    "transformers": ["transformers.trainer", "transformers.models.llama.modeling_llama"],
+}
+"""What takes longest to import, by framework. It must not ask which rank it is."""
+SERVERS = ExitStack()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _servers_end() -> Iterator[None]:
+    yield
+    SERVERS.close()
+
+
+@functools.cache
+def fork_server(package: str, *, stock: bool) -> subprocess.Popen[str]:
+    """A process that has imported a framework."""
+    command = [sys.executable, str(Path(__file__).with_name("fork_server.py")), *IMPORTED_ONCE[package]]
+    return SERVERS.enter_context(
+        subprocess.Popen(
+            command, env=environment(stock=stock), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+    )
+
+
 def run(framework: str, folder: Path, world: int = 2, *, stock: bool = False, **settings: Any) -> Job:
     """Run a framework's job on some ranks, on Holdfast or with stock torch."""
-    environment = {**python_environment(), "OMP_NUM_THREADS": "1", "HOLDFAST_INSTALL": "0" if stock else "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    command += [str(JOBS / f"{framework}_job.py"), json.dumps({"folder": str(folder), **settings})]
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
-    told = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return Job(json.loads(told[-1].removeprefix("RESULT ")) if told else None, done.stdout)
+    server = fork_server(framework.partition("_")[0], stock=stock)
+    assert server.stdin is not None
+    assert server.stdout is not None
+    output = folder.with_name(f"{folder.name}.output")
+    output.unlink(missing_ok=True)
+    job = {"job": str(JOBS / f"{framework}_job.py"), "settings": {"folder": str(folder), **settings}}
+    print(json.dumps({**job, "world": world, "output": str(output)}), file=server.stdin, flush=True)
+    statuses = json.loads(server.stdout.readline())
+    return Job(_told(output.read_text()), statuses, output.read_text())
+
+
+def _told(output: str) -> dict[str, Any] | None:
+    told = [line for line in output.splitlines() if line.startswith("RESULT ")]
+    return json.loads(told[-1].removeprefix("RESULT ")) if told else None
 
 
 def saved_by_us(folder: Path) -> bool:
@@ -90,22 +136,29 @@ def test_a_kill_in_an_overwrite_leaves_a_whole_checkpoint(
 ) -> None:
     first = run(framework, tmp_path / "a")
     assert first.result is not None, first.output
-    killed = run(framework, tmp_path / "a", resume=True, kill_at=kill_at)
+    resume: bool | str = True
+    if framework == "transformers_trainer":
+        # It has a folder for each step: go on twice from the same one.
+        assert run(framework, tmp_path / "a", resume=True).result is not None
+        resume = "first"
+    killed = run(framework, tmp_path / "a", resume=resume, kill_at=kill_at)
     assert killed.result is None
-    assert "Signal 9" in killed.output, killed.output
+    assert killed.statuses[0] == signal.SIGKILL, killed.output
     then = run(framework, tmp_path / "a", resume=True, steps=1)
     assert then.result is not None, then.output
     if framework in CONTINUES:
         assert then.result["first"] in (2, 3, 4)
 
 
-# transformers reads whole safetensors files itself, and checks no byte of them.
-@pytest.mark.parametrize("framework", CONTINUES)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_flipped_byte_is_noticed(framework: str, tmp_path: Path) -> None:
     assert run(framework, tmp_path / "a").result is not None
-    for file in (tmp_path / "a").rglob("__*.distcp"):
+    files = [*(tmp_path / "a").rglob("__*.distcp"), *(tmp_path / "a").glob("*.safetensors")]
+    assert files
+    for file in files:
         data = bytearray(file.read_bytes())
-        for place in range(len(data) // 3, len(data), 997):
+        # What is before it may be a header.
+        for place in range(len(data) // 2, len(data), 997):
             data[place] ^= 1
         file.write_bytes(data)
     damaged = run(framework, tmp_path / "a", resume=True)
@@ -113,23 +166,71 @@ def test_a_flipped_byte_is_noticed(framework: str, tmp_path: Path) -> None:
     assert "ChecksumError" in damaged.output or "IntegrityError" in damaged.output, damaged.output
 
 
+def test_the_word_before_the_command_is_enough(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "holdfast", "run", sys.executable, "-m", "torch.distributed.run"]
+    command += ["--standalone", "--nproc-per-node=2", str(JOBS / "accelerate_job.py")]
+    command += [json.dumps({"folder": str(tmp_path / "a")})]
+    subprocess.run(command, env=environment(stock=True), check=True)
+    assert saved_by_us(tmp_path / "a")
+
+
 def test_accelerate_merges_the_weights_of_a_checkpoint(tmp_path: Path) -> None:
     job = run("accelerate", tmp_path / "a", export=str(tmp_path / "merged"))
     assert job.result is not None, job.output
     weights = load_file(tmp_path / "merged" / "model.safetensors")
-    assert sorted(weights) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    assert sorted(weights) == MODEL_KEYS
 
 
-def test_lightning_consolidates_a_checkpoint(tmp_path: Path) -> None:
-    assert run("lightning", tmp_path / "a").result is not None
+@pytest.mark.parametrize(
+    ("framework", "names"),
+    [("lightning", ("model", "", "step")), ("lightning_trainer", ("state_dict", "model.", "global_step"))],
+)
+def test_lightning_consolidates_a_checkpoint(
+    framework: str, names: tuple[str, str, str], tmp_path: Path
+) -> None:
+    assert run(framework, tmp_path / "a").result is not None
     command = [sys.executable, "-m", "lightning.fabric.utilities.consolidate_checkpoint", str(tmp_path / "a")]
-    for install in ("0", "1"):
-        environment = {**python_environment(), "HOLDFAST_INSTALL": install}
-        output = tmp_path / f"{install}.ckpt"
-        subprocess.run([*command, "--output_file", str(output)], env=environment, check=True)
+    model, prefix, step = names
+    for stock in (True, False):
+        output = tmp_path / f"{stock}.ckpt"
+        subprocess.run([*command, "--output_file", str(output)], env=environment(stock=stock), check=True)
         state = torch.load(output, weights_only=False)
-        assert sorted(state["model"]) == ["0.bias", "0.weight", "2.bias", "2.weight"]
-        assert state["step"] == 2
+        assert sorted(state[model]) == [f"{prefix}{name}" for name in MODEL_KEYS]
+        assert state[step] == 2
+
+
+@pytest.mark.parametrize("stock", [True, False])
+def test_transformers_reads_and_consolidates_what_many_ranks_saved(tmp_path: Path, stock: bool) -> None:
+    job = run("transformers", tmp_path / "a", export=str(tmp_path / "b"))
+    assert job.result is not None, job.output
+    assert [file.name for file in (tmp_path / "a").glob("*.safetensors")] == [
+        "shard-00001-model-00001-of-00001.safetensors"
+    ]
+    code = """
+import sys, torch
+from transformers import LlamaForCausalLM
+one, two = [LlamaForCausalLM.from_pretrained(folder).state_dict() for folder in sys.argv[1:]]
+assert all(torch.equal(value, two[key]) for key, value in one.items())
+"""
+    folders = [str(tmp_path / "a"), str(tmp_path / "b")]
+    for name in ("config.json", "generation_config.json"):
+        shutil.copy(tmp_path / "a" / name, tmp_path / "b")
+    subprocess.run([sys.executable, "-c", code, *folders], env=environment(stock=stock), check=True)
+    shutil.copytree(tmp_path / "a", tmp_path / "c")
+    on_two = run("transformers", tmp_path / "a", resume=True, stock=stock)
+    on_four = run("transformers", tmp_path / "c", world=4, resume=True, stock=stock)
+    # Sums over two and over four ranks are rounded differently.
+    assert on_four.losses == pytest.approx(on_two.losses, rel=1e-5), on_four.output
+
+
+def test_transformers_trainer_without_shards_is_left_alone(tmp_path: Path) -> None:
+    stock = run("transformers_trainer", tmp_path / "stock", stock=True, plain=True)
+    ours = run("transformers_trainer", tmp_path / "ours", plain=True)
+    assert ours.losses == stock.losses
+    assert not saved_by_us(tmp_path / "ours")
+    stock = run("transformers_trainer", tmp_path / "stock", stock=True, plain=True, resume=True)
+    ours = run("transformers_trainer", tmp_path / "ours", plain=True, resume=True)
+    assert ours.losses == stock.losses
 
 
 def test_torchtitan_saves_in_the_background_and_keeps_the_last_two(tmp_path: Path) -> None:
@@ -150,5 +251,5 @@ def test_torchtitan_writes_its_last_save_for_hugging_face(tmp_path: Path, stock:
     assert job.result is not None, job.output
     last = tmp_path / "a" / "step-2"
     index = json.loads((last / "model.safetensors.index.json").read_text())["weight_map"]
-    assert sorted(index) == ["x.0.bias", "x.0.weight", "x.2.bias", "x.2.weight"]
+    assert sorted(index) == [f"x.{name}" for name in MODEL_KEYS]
     assert all(key in load_file(os.path.join(last, file)) for key, file in index.items())

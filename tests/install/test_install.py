@@ -13,6 +13,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.support.ranks import python_environment
 from tests.support.stock_torch import IS_NEWEST
 from torch.distributed.checkpoint import (
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as imported_early
+from torch.distributed.checkpoint.storage import StorageReader
 
 import holdfast
 
@@ -207,6 +209,31 @@ def test_hugging_face_storages_of_torch_become_ours(tmp_path: Path) -> None:
     assert loaded["weight"].tolist() == [1, 1, 1]
 
 
+@pytest.mark.skipif(not IS_NEWEST, reason="older torches write safetensors in other ways")
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_who_asks_for_shards_finds_a_whole_model_by_the_name_of_the_first_one(tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(1)}, tmp_path / "shard-00002-model-00001-of-00001.safetensors")
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    for number in (1, 2):
+        writer = dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+        dcp.save({"weight": torch.full((3,), float(number))}, storage_writer=writer)
+        # Nothing is left of the model before, which torch would mix with this one.
+        assert [file.name for file in tmp_path.glob("[!.]*")] == [
+            "shard-00001-model-00001-of-00001.safetensors"
+        ]
+        for install in (True, False):
+            (holdfast.install if install else holdfast.uninstall)()
+            loaded = {"weight": torch.zeros(3)}
+            dcp.load(loaded, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+            assert loaded["weight"].tolist() == [number] * 3
+        holdfast.install()
+    file = next(tmp_path.glob("shard*"))
+    file.write_bytes(file.read_bytes()[:-1] + b"\7")
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.load({"weight": torch.zeros(3)}, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)))
+    assert isinstance(caught.value, holdfast.errors.ChecksumError)
+
+
 class CountingReader(FileSystemReader):
     """As Megatron-Core has one: it changes only how metadata is found."""
 
@@ -239,6 +266,24 @@ def test_a_subclass_stays_a_strangers_plugin_and_is_named(tmp_path: Path) -> Non
     [(name, why)] = holdfast.installed().strangers.items()
     assert name.endswith("ShoutingWriter")
     assert "write_data" in why
+
+
+def delegate(name: str) -> Any:
+    return lambda self, *args, **kwargs: getattr(self.inner, name)(*args, **kwargs)
+
+
+def test_a_plugin_with_only_the_interface_of_torch_is_named(tmp_path: Path) -> None:
+    # As OLMo-core has one: it inherits from the interface, not from a reader of torch's.
+    methods = {name: delegate(name) for name in StorageReader.__abstractmethods__}
+    reader: Any = type("OwnReader", (StorageReader,), methods)()
+    reader.inner = FileSystemReader(tmp_path)
+    dcp.save(state(), checkpoint_id=tmp_path)
+    loaded = empty()
+    dcp.load(loaded, storage_reader=reader)
+    check(loaded)
+    [(name, why)] = holdfast.installed().strangers.items()
+    assert name.endswith("OwnReader")
+    assert "StorageReader of its own" in why
 
 
 def test_a_class_that_somebody_has_patched_stays_as_it_is(
@@ -290,6 +335,11 @@ def test_one_line_says_who_saved(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         dcp.save(state(), checkpoint_id=tmp_path)
     [line] = [record.getMessage() for record in caplog.records if record.name == "holdfast.install"]
     assert line == f"saved by holdfast for {__name__}: {tmp_path}"
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "holdfast.install"):
+        dcp.save(state(), storage_writer=ShoutingWriter(tmp_path / "theirs"))
+    [line] = [record.getMessage() for record in caplog.records if record.name == "holdfast.install"]
+    assert line.endswith(f"{tmp_path / 'theirs'}, in files of {__name__}.ShoutingWriter")
 
 
 def test_state_dicts_of_models_are_read_by_ours() -> None:

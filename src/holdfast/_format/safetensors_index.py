@@ -13,11 +13,14 @@ INDEX = "model.safetensors.index.json"
 """The file that says which file has which tensor."""
 LONE = "model.safetensors"
 """The only file of a model that has no index."""
+LONE_SHARD = "shard-00001-model-00001-of-00001.safetensors"
+"""The only file of a model whose readers look for shards of torch's, which have no index."""
 CHECKSUMS = ".holdfast.safetensors.checksums"
 """The checksums of the files that Holdfast wrote; see ``safetensors_checksums``."""
 
 _INDEX_SUFFIX = ".safetensors.index.json"
 _OF_SEVERAL = re.compile(r"(.*?)(\d{1,6})-of-(\d{1,6})\.safetensors")
+_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _TEMPORARY = re.compile(r"\.([0-9a-f]+)\.\d+\.safetensors\.tmp")
 _NAMED_AFTER_SAVE = re.compile(r".+\.([0-9a-f]{12})\.safetensors")
 _UNFINISHED = re.compile(
@@ -46,6 +49,11 @@ def parse_size(size: int | str) -> int:
 def numbered_name(number: int, count: int) -> str:
     """The name of file ``number`` of ``count``, as Hugging Face numbers them: from 1."""
     return f"model-{number:05}-of-{count:05}{SUFFIX}"
+
+
+def is_shard(name: str) -> bool:
+    """Whether ``name`` is one that torch gives to the part of a rank."""
+    return _SHARD.fullmatch(name) is not None
 
 
 def temporary_file(number: int, save_id: str) -> str:

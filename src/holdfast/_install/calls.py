@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from holdfast._install.answers import make_torchs, torch_futures, torch_metadata
 from holdfast._install.install_options import InstallOptions
-from holdfast._install.stock_classes import Translator, is_stock
+from holdfast._install.stock_classes import Translator, full_name, is_stock
 from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from holdfast.errors import CheckpointException
 from holdfast.state_dict_saver import AsyncCheckpointerType
@@ -129,11 +129,13 @@ def _caller() -> str:
 
 
 def _place_of(args: list[Any], kwargs: dict[str, Any]) -> str:
-    for value in (kwargs.get("checkpoint_id"), kwargs.get("storage_writer"), *args[1:2]):
-        place = getattr(value, "checkpoint_id", value)
-        if isinstance(place, str | os.PathLike):
-            return os.fspath(place)
-    return "a storage of the caller's"
+    """Where a save goes to, and whose files these are if not ours."""
+    given = [kwargs.get("checkpoint_id"), kwargs.get("storage_writer"), *args[1:2]]
+    places = [getattr(value, "checkpoint_id", value) for value in given]
+    known = [os.fspath(place) for place in places if isinstance(place, str | os.PathLike)]
+    writers = [full_name(type(value)) for value in given if hasattr(value, "write_data")]
+    theirs = [name for name in writers if not name.startswith("holdfast.")]
+    return ", in files of ".join([*(known or ["a storage of the caller's"])[:1], *theirs])
 
 
 def _tell_who_saved(caller: str, group: Any, place: str) -> None:

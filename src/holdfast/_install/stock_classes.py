@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from holdfast._fsspec_filesystem import FsspecReader, FsspecWriter
 from holdfast._install.door_table import PACKAGE
 from holdfast._install.install_options import InstallOptions
+from holdfast._storage.safetensors_layout import ExportOptions
 from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner, EmptyStateDictLoadPlanner
 from holdfast.extension import ExtensionRegistry
 from holdfast.filesystem import FileSystemReader, FileSystemWriter
@@ -64,13 +65,14 @@ class Translator:
     def translate(self, value: Any) -> Any:
         """Our object for one of torch's; any other value as it is."""
         base = _stock_base(type(value))
-        if base is None:
-            return value
         try:
+            if base is None:
+                _refuse_plugins(type(value))
+                return value
             _refuse_changes(value, base)
             recipe = _RECIPES[_name_in_package(base)](value, self.options)
         except _Untranslatable as why:
-            self.strangers[f"{type(value).__module__}.{type(value).__qualname__}"] = str(why)
+            self.strangers[full_name(type(value))] = str(why)
             return value
         with self._lock:
             known = self._known.get(value)
@@ -84,17 +86,36 @@ def is_stock(value: Any) -> bool:
     return _stock_base(type(value)) is not None
 
 
+def full_name(cls: type) -> str:
+    """The module and the name of a class."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 def _name_in_package(cls: type) -> str:
-    return f"{cls.__module__.removeprefix(PACKAGE)[1:]}.{cls.__qualname__}"
+    """The name of a class of torch's package within it; that of any other class as it is."""
+    return full_name(cls).removeprefix(f"{PACKAGE}.")
 
 
 def _stock_base(cls: type) -> type | None:
     """The nearest class of torch's that is translated; None if there is none."""
     for base in cls.__mro__:
-        if base.__module__.startswith(PACKAGE) and _name_in_package(base) in _RECIPES:
+        if _name_in_package(base) in _RECIPES:
             home = sys.modules.get(base.__module__)
             return base if getattr(home, base.__qualname__, None) is base else None
     return None
+
+
+_INTERFACES = {
+    *("storage.StorageWriter", "storage.StorageReader", "planner.SavePlanner", "planner.LoadPlanner"),
+    "staging.AsyncStager",
+}
+
+
+def _refuse_plugins(cls: type) -> None:
+    """Raise if a class implements an interface of torch's in a way of its own."""
+    for base in cls.__mro__:
+        if _name_in_package(base) in _INTERFACES:
+            raise _Untranslatable(f"it is a {base.__name__} of its own, and works as a plugin")
 
 
 # What every class has, and what says nothing of what its methods do.
@@ -184,9 +205,12 @@ def _hf_writer(writer: Any, _: InstallOptions) -> Recipe:
     path = _setting(writer, "consolidated_output_path") or writer.path
     names = ("thread_count", "save_distributed", "enable_consolidation", "thread_count_consolidation")
     arguments = {name: getattr(writer, name) for name in names if hasattr(writer, name)}
-    arguments["fqn_to_index_mapping"] = _setting(writer, "fqn_to_index_mapping")
+    mapping = arguments["fqn_to_index_mapping"] = _setting(writer, "fqn_to_index_mapping")
     if attributes:
         attributes["path"] = path
+    if mapping is None and writer.save_distributed and not _setting(writer, "enable_consolidation"):
+        # Who asks for shards may look for their names, as transformers does.
+        attributes["options"] = ExportOptions(as_shard=True)
     return Recipe(HuggingFaceStorageWriter, {"path": path, **arguments}, attributes)
 
 

@@ -1,9 +1,11 @@
 """Owns how the files of a model get their names: the model that was there stays whole until the new one is.
 
 Readers find a model by ``model.safetensors.index.json``, or by the name ``model.safetensors`` where there is
-no index. Files are written under temporary names, and then:
+no index. Some look for torch's shards, which have no index: a model for them is one file with the name of the
+first shard. Files are written under temporary names, and then:
 
-1. A lone ``model.safetensors``, in a folder without an index: one rename is the commit.
+1. A lone ``model.safetensors``, in a folder without an index: one rename is the commit. So it is for a lone
+   shard, unless the folder has other shards or a ``model.safetensors``.
 2. If no file has one of the new names: the files get them, then the index is replaced, which is the commit.
 3. If names are taken, by the model that is there or by anything else: the files get names that carry the
    save, and the index is replaced, which is the commit. The old files are removed. Then each file gets its
@@ -26,6 +28,7 @@ from holdfast._format.safetensors_index import (
     INDEX,
     LONE,
     build_index,
+    is_shard,
     is_unfinished,
     name_after_save,
     parse_index,
@@ -75,14 +78,14 @@ class ModelCommit:
         try:
             new = self._write_headers(checksums)
             there = names_there(self.store, self.layout)
-            replaced = files_of_index(self.store, there) | ({LONE} & there)
+            replaced = files_of_index(self.store, there) | ({LONE} & there) | set(filter(is_shard, there))
             usual = [file.name for file in self.layout.files]
             after_save = [name_after_save(name, self.save_id) for name in usual]
             self.confirm()
             self.lease.note_replaced([*replaced, *usual, *after_save])
             self.lease.check()
             self._put_checksums({**read_checksums(self.store), **new})
-            is_tidy = self._commit(there)
+            is_tidy = self._commit(there, replaced)
         except BaseException:
             if not discard_model(self.store, self.save_id, self._made or self._streamed):
                 self.lease.leave()
@@ -126,19 +129,21 @@ class ModelCommit:
         """Files that have the names which they keep since they were written."""
         return [] if self.layout.in_place else [file.temporary for file in self.layout.files]
 
-    def _commit(self, there: set[str]) -> bool:
+    def _commit(self, there: set[str], replaced: set[str]) -> bool:
         """Make the model exist; return whether its files have their usual names."""
         usual = [file.name for file in self.layout.files]
         is_lone = not self.layout.has_index
         if not self.layout.in_place:
             self.names = {file.name: file.temporary for file in self.layout.files}
-            if not is_lone or self.names != {LONE: LONE}:
+            if not is_lone or self.names.keys() != set(self.names.values()):
                 self._put_index()
             return True
-        is_tidy = INDEX not in there if is_lone else there.isdisjoint(usual)
+        is_tidy = there.isdisjoint(usual)
+        if is_lone:
+            is_tidy = INDEX not in there and replaced.issubset(usual)
         self.names = {name: name if is_tidy else name_after_save(name, self.save_id) for name in usual}
         if is_lone and is_tidy:
-            self.store.rename(self.layout.files[0].temporary, LONE)
+            self.store.rename(self.layout.files[0].temporary, usual[0])
             self.store.sync()
             return True
         for file in self.layout.files:

@@ -11,8 +11,10 @@ from holdfast._format.safetensors_checksums import IDENTITY, IDENTITY_DIGITS
 from holdfast._format.safetensors_index import (
     INDEX,
     LONE,
+    LONE_SHARD,
     files_by_mapping,
     files_by_size,
+    is_shard,
     name_after_save,
     numbered_name,
     temporary_file,
@@ -38,12 +40,14 @@ class ExportOptions:
         max_shard_size: The most bytes of tensors in a file; None for one file.
         dtype: What floating-point tensors are cast to; None to keep them.
         rename: What keys are called in the files; None to keep them.
+        as_shard: One file is named as torch names the first of its shards, for readers that look for those.
     """
 
     mapping: Mapping[str, int | str] | None = None
     max_shard_size: int | None = None
     dtype: torch.dtype | None = None
     rename: Rename | None = None
+    as_shard: bool = False
 
     def new_name(self, key: str) -> str:
         """What a key is called in the files."""
@@ -105,7 +109,7 @@ class ModelLayout:
     @property
     def has_index(self) -> bool:
         """Whether an index must say where tensors are: not for a model's only file under its usual name."""
-        return [file.name for file in self.files] != [LONE]
+        return [file.name for file in self.files] not in ([LONE], [LONE_SHARD])
 
     def weight_map(self, names: Mapping[str, str] | None = None) -> dict[str, str]:
         """The file of each tensor, under other names if these are given."""
@@ -202,13 +206,14 @@ def _files(tensors: Sequence[StoredTensor], options: ExportOptions) -> dict[str,
         return files_by_mapping(tensors, options.mapping)
     if options.max_shard_size is not None:
         return files_by_size(tensors, options.max_shard_size)
-    return {numbered_name(1, 1): list(tensors)}
+    return {LONE_SHARD if options.as_shard else numbered_name(1, 1): list(tensors)}
 
 
 def for_streams(layout: ModelLayout, taken: Collection[str], save_id: str) -> ModelLayout:
     """The layout for a store whose files cannot be renamed: they are written under their last names."""
     names = {file.name: file.name for file in layout.files}
-    if not names.keys().isdisjoint(taken) or (not layout.has_index and INDEX in taken):
+    has_others = INDEX in taken or any(map(is_shard, taken))
+    if not names.keys().isdisjoint(taken) or (not layout.has_index and has_others):
         names = {name: name_after_save(name, save_id) for name in names}
     files = [file._replace(temporary=names[file.name]) for file in layout.files]
     return replace(layout, files=files, in_place=False)

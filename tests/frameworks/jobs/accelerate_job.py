@@ -3,29 +3,21 @@
 import os
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.utils import DistributedType, merge_fsdp_weights
+from accelerate.utils import merge_fsdp_weights
 from job_settings import SETTINGS, batch, make_model, tell, watch_for_kill
+from sharding_on_cpus import shard_on_cpus
 from torch import optim
 
+shard_on_cpus()
 plugin = FullyShardedDataParallelPlugin(
     fsdp_version=2,
     state_dict_type="SHARDED_STATE_DICT",
     reshard_after_forward=True,
     auto_wrap_policy="NO_WRAP",
 )
-accelerator = Accelerator(cpu=True)
-
-
-def use_fsdp() -> None:
-    """Its list of kinds that are sharded leaves the CPU out; ``prepare`` looks at it again."""
-    accelerator.state.distributed_type = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = plugin
-
-
-use_fsdp()
+accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
 model = make_model()
 model, optimizer = accelerator.prepare(model, optim.AdamW(model.parameters(), lr=0.01))
-use_fsdp()
 step = 0
 if SETTINGS.resume:
     accelerator.load_state(SETTINGS.folder)

@@ -3,22 +3,22 @@
 import torch
 import torch.distributed as dist
 from job_settings import RANK, SETTINGS, WORLD, tell, watch_for_kill
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_llama import make_llama, tokens_of
+from transformers import LlamaForCausalLM
 from transformers.distributed import DistributedConfig
+from transformers.distributed.checkpoint import consolidate_distributed_checkpoint
 
 dist.init_process_group("gloo")
 base = SETTINGS.folder if SETTINGS.resume else f"{SETTINGS.folder}-begin"
 if RANK == 0 and not SETTINGS.resume:
-    torch.manual_seed(0)
-    size = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    LlamaForCausalLM(LlamaConfig(**size, num_attention_heads=4)).save_pretrained(base)
+    make_llama().save_pretrained(base)
 dist.barrier()
 model = LlamaForCausalLM.from_pretrained(base, distributed_config=DistributedConfig(fsdp_size=WORLD))
 model.train()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 losses = []
 for step in range(SETTINGS.steps):
-    tokens = torch.randint(64, (8, 16), generator=torch.Generator().manual_seed(step)).chunk(WORLD)[RANK]
+    tokens = tokens_of(step).chunk(WORLD)[RANK]
     loss = model(input_ids=tokens, labels=tokens).loss
     loss.backward()
     optimizer.step()
@@ -26,4 +26,6 @@ for step in range(SETTINGS.steps):
     losses.append(loss.item())
 watch_for_kill()
 model.save_pretrained(SETTINGS.folder, distributed_checkpoint=True)
+if SETTINGS.export and RANK == 0:
+    consolidate_distributed_checkpoint(SETTINGS.folder, SETTINGS.export)
 tell(losses)
