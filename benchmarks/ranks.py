@@ -99,7 +99,7 @@ def _run(name: str, scale: float, job: Job) -> Samples:
 
 
 def run_ranks(module: str, name: str, size: float, job: Job) -> Samples:
-    """Start the ranks of a case, each a process of ``module`` for a case of ``size``; rank 0 writes the samples.
+    """Start the ranks of a case, each a process of ``module``; rank 0 writes the samples.
 
     If one fails, the others are ended.
     """

@@ -131,7 +131,7 @@ def write_item(
     lines = columns_of(SavePlan([to_ours(write_item)]))
     applied = _Applied(transforms, write_item)
     writer = ItemWriter(
-        _OpenFile(stream), 0, lines, [applied] if transforms.extensions else [], _COPY_AT_ONCE
+        _CallersFile(stream), 0, lines, [applied] if transforms.extensions else [], _COPY_AT_ONCE
     )
     writer.add(0, data)
     lists: dict[str, list[Any]] = {"file_names": [storage_key], "transforms": [applied.descriptors]}
@@ -156,7 +156,7 @@ class _Applied:
         return stream
 
 
-class _OpenFile(FileWriter):
+class _CallersFile(FileWriter):
     """A file that somebody else has opened, and will close."""
 
     def __init__(self, stream: Any) -> None:
