@@ -4,9 +4,9 @@ import argparse
 import sys
 
 from holdfast.cli.error_lines import complain
-from holdfast.cli.exit_codes import FINE, WRONG_USAGE
+from holdfast.cli.exit_codes import FINE, WRONG_USAGE, exit_code
 from holdfast.cli.text import Style, counted, printable, size_text, write_json, write_lines
-from holdfast.errors import UsageError
+from holdfast.errors import UnsafeMetadataError, UsageError
 
 __all__ = ["run"]
 
@@ -17,12 +17,20 @@ def run(arguments: argparse.Namespace) -> int:
         return _convert(arguments)
     except UsageError as error:
         return complain(str(error), WRONG_USAGE)
+    except UnsafeMetadataError as error:
+        what = (
+            f"{error.key}: this value needs {error.found}, which was not run. If you trust {arguments.path}, "
+        )
+        what += f"pass --safe-global {error.found}, or take other values with --keys."
+        return complain(what, exit_code(error))
 
 
 def _convert(arguments: argparse.Namespace) -> int:
     # It brings torch, which takes seconds; looking at checkpoints must not.
+    from holdfast._install.install_options import named_globals  # noqa: PLC0415
     from holdfast.conversion import convert  # noqa: PLC0415
 
+    allowed = [found for name in arguments.safe_global for found in named_globals("--safe-global", name)]
     is_shown = Style(sys.stderr).is_terminal and not (arguments.quiet or arguments.json)
     result = convert(
         arguments.path,
@@ -33,6 +41,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         overwrite=arguments.overwrite,
         max_shard_size=arguments.max_shard_size,
+        safe_globals=allowed,
         progress=is_shown,
     )
     if arguments.json:
