@@ -1,7 +1,8 @@
 """Checkpoints from one format into another: ours, torch's, ``torch.save`` and safetensors."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -136,9 +137,24 @@ def convert(
             refuse_objects(selection, "safetensors")
             refuse_subclasses(selection, "safetensors")
             _refuse_model(target, overwrite=overwrite)
-        _save(stream, target, chosen, overwrite, max_shard_size, progress)
+        with _no_empty_folder_left(target):
+            _save(stream, target, chosen, overwrite, max_shard_size, progress)
         _check(stream, open_target(target, chosen), progress)
     return _result(opened, chosen, selection)
+
+
+@contextmanager
+def _no_empty_folder_left(target: str | os.PathLike[str]) -> Iterator[None]:
+    """Remove the folder of a target that fails, if it was made for it and has nothing in it."""
+    folder = local_path(target)
+    was_there = folder is None or os.path.lexists(folder)
+    try:
+        yield
+    except BaseException:
+        if folder is not None and not was_there:
+            with suppress(OSError):
+                os.rmdir(folder)
+        raise
 
 
 def _save(

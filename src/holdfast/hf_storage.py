@@ -92,6 +92,14 @@ class HuggingFaceStorageWriter(SafetensorsWriter, FileSystemWriter):
             rename,
         )
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_split_by_storage_plan" in vars(cls):
+            raise UsageError(
+                f"{cls.__name__} replaces _split_by_storage_plan, which is not called here: say which tensor "
+                "lies in which file with fqn_to_index_mapping or max_shard_size"
+            )
+
     @property
     def metadata_path(self) -> str:
         """The name of the index."""

@@ -58,3 +58,27 @@ def test_exit_codes(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     data[data.index(torch.arange(6.0).numpy().tobytes()) + 5] ^= 1
     Path(target).write_bytes(data)
     assert main(["convert", target, str(tmp_path / "d"), "--to", "holdfast"]) == 1
+
+
+class Color:
+    """A value that needs code to be loaded."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def test_what_a_value_needs_is_named_and_can_be_allowed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = str(tmp_path / "x.pt"), str(tmp_path / "b")
+    torch.save({"w": torch.ones(2), "color": Color(3)}, source)
+    assert main(["convert", source, target, "--to", "holdfast"]) == 3
+    name = f"{__name__}.Color"
+    assert f"color: this value needs {name}" in (said := capsys.readouterr().err)
+    assert f"pass --safe-global {name}" in said
+    assert not (tmp_path / "b").exists()
+    assert main(["convert", source, target, "--to", "holdfast", "--safe-global", "absent.Name"]) == 2
+    assert main(["convert", source, target, "--to", "holdfast", "--safe-global", name]) == 0
+    state = {"w": torch.zeros(2), "color": None}
+    holdfast.load(state, checkpoint_id=target, safe_globals=[Color], no_dist=True)
+    assert state["color"].number == 3  # type: ignore[union-attr]

@@ -178,6 +178,18 @@ def test_both_ways_to_divide_tensors_are_refused(tmp_path: Path) -> None:
         dcp.HuggingFaceStorageWriter(tmp_path, {"a": 1}, max_shard_size=1)
 
 
+def test_subclasses_that_count_on_the_files_of_torchs_writer_are_told(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"Mine replaces _split_by_storage_plan.*fqn_to_index_mapping"):
+        type("Mine", (dcp.HuggingFaceStorageWriter,), {"_split_by_storage_plan": None})
+
+    class Sharding(dcp.HuggingFaceStorageWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            raise AssertionError(plan.storage_data.get("shard_index"))
+
+    with pytest.raises(UsageError, match=r"plan\.storage_data has no 'shard_index'"):
+        dcp.save({"a": torch.ones(3)}, storage_writer=Sharding(tmp_path), no_dist=True)
+
+
 def test_save_returns_metadata_of_the_files(tmp_path: Path) -> None:
     writer = dcp.HuggingFaceStorageWriter(tmp_path, rename={"a": "x"}, dtype=torch.float16)
     metadata: Any = dcp.save({"a": torch.ones(3)}, storage_writer=writer)

@@ -1,10 +1,13 @@
 """A save of safetensors files over older ones, killed at any call: the old model or the new one, whole."""
 
+import contextlib
+import io
 import itertools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +18,10 @@ from tests.hf.model_files import export, load, model_files, same
 from tests.support.checkpoints import contents, put_back
 from tests.support.kills import run_and_kill
 from tests.support.sweeps import sweep
+from typing_extensions import override
+
+import holdfast as dcp
+from holdfast.filesystem import FileSystem
 
 pytestmark = pytest.mark.one_core
 
@@ -63,7 +70,19 @@ def test_a_kill_at_any_call_leaves_the_old_model_or_the_new(tmp_path: Path, case
     assert stride > 1 or points <= {kill.point for kill in kills}
 
 
-def _run_kills(folder: Path, case: str, stride: int = 1) -> list[Kill]:
+@sweep(stride=29)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["the same shards", "one file to shards", "shards to one file"])
+def test_a_kill_while_files_are_streamed(tmp_path: Path, case: str, stride: int) -> None:
+    """Where files are written from front to back, and get no other name afterwards."""
+    kills = _run_kills(tmp_path, case, stride, streamed=True)
+    found = [kill.ours for kill in kills]
+    assert found == sorted(found, reverse=True), kills
+    assert set(found) == {"old", "new"} or stride > 1
+    assert [kill for kill in kills if kill.stale] == [], "the save after a kill left stale files"
+
+
+def _run_kills(folder: Path, case: str, stride: int = 1, *, streamed: bool = False) -> list[Kill]:
     """All kills of one case, by a process that forks a victim for each of them."""
     command = [
         sys.executable,
@@ -72,6 +91,7 @@ def _run_kills(folder: Path, case: str, stride: int = 1) -> list[Kill]:
         str(folder / "model"),
         case,
         str(stride),
+        str(int(streamed)),
     ]
     done = subprocess.run(
         command, check=False, capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[2]
@@ -96,30 +116,71 @@ def _load_as_transformers_does(folder: str) -> dict[str, torch.Tensor]:
     return {key: files[name][key] for key, name in weight_map.items()}
 
 
-def _main(folder: str, case: str, stride: int) -> None:
+class StreamedFiles(FileSystem):
+    """The local file system as one that takes files from front to back, by calls that a kill can meet."""
+
+    @contextlib.contextmanager
+    @override
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        if mode == "rb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        opened = _OneWay(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+        yield opened
+        opened.close()
+
+
+class _OneWay(io.RawIOBase):
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return os.write(self._descriptor, data)
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            os.close(self._descriptor)
+
+
+def _streamed(state: dict[str, torch.Tensor], folder: str, **options: Any) -> None:
+    writer = dcp.HuggingFaceStorageWriter(folder, **options)
+    writer.fs = StreamedFiles()
+    dcp.save(state, storage_writer=writer)
+
+
+def _main(folder: str, case: str, stride: int, streamed: bool) -> None:
     torch.set_num_threads(1)
     before, after = CASES[case]
     old, new, later = map(_state, (1, 2, 3))
+    save = _streamed if streamed else export
 
     def which(found: dict[str, torch.Tensor]) -> str:
         return "old" if same(found, old) else "new" if same(found, new) else "a mix"
 
-    export(later, f"{folder}-clean", **after)
+    save(later, f"{folder}-clean", **after)
     expected = model_files(f"{folder}-clean")
-    export(old, folder, **before)
+    save(old, folder, **before)
     content = contents(folder)
     kills: list[Kill] = []
     for number in itertools.count(1, stride):
         put_back(folder, content)
-        point = run_and_kill(lambda: export(new, folder, **after), number)
+        point = run_and_kill(lambda: save(new, folder, **after), number)
         if point is None:
             break
-        found = which(load(folder, old)), which(_load_as_transformers_does(folder))
-        export(later, folder, **after)
+        # Streamed files keep the names that carry their save, and a lone one then has an index.
+        found = which(load(folder, old)), "" if streamed else which(_load_as_transformers_does(folder))
+        save(later, folder, **after)
         assert same(load(folder, later), later), f"the save after a kill {point} is not whole"
-        kills.append(Kill(point, *found, sorted(set(model_files(folder)) ^ set(expected))))
+        left = model_files(folder)
+        stale = [] if streamed and len(left) <= len(expected) + 1 else sorted(set(left) ^ set(expected))
+        kills.append(Kill(point, *found, stale))
     sys.stdout.write(json.dumps(kills))
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    _main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "1")

@@ -57,7 +57,7 @@ def read_options(given: Mapping[str, Any], environment: Mapping[str, str] = os.e
         "cast": _truth,
         "check_replicas": _check_replicas,
         "allow_pickle": _truth,
-        "safe_globals": _globals,
+        "safe_globals": named_globals,
     }
     for name, read in readers.items():
         variable = f"HOLDFAST_{name.upper()}"
@@ -83,8 +83,12 @@ def _check_replicas(variable: str, text: str) -> CheckReplicas:
     return "raise" if text.lower() == "raise" else _truth(variable, text)
 
 
-def _globals(variable: str, text: str) -> Iterable[Any]:
-    """The classes and functions that a list such as ``"package.module:Name, other:Name"`` names."""
+def named_globals(variable: str, text: str) -> Iterable[Any]:
+    """The classes and functions that a list such as ``"package.module:Name, other:Name"`` names.
+
+    Raises:
+        UsageError: There is no such thing; the message says that ``variable`` names it.
+    """
     for name in filter(None, map(str.strip, text.split(","))):
         module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
         try:

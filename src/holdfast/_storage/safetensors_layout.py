@@ -137,6 +137,15 @@ class RankPlaces:
     files: list[str] = field(default_factory=list)
     places: dict[str, tuple[int, int, str]] = field(default_factory=dict)
 
+    def __contains__(self, name: object) -> bool:
+        raise UsageError(
+            f"plan.storage_data has no {name!r}, as that of torch's writer has: the ranks write the files "
+            "of a model together, and the writer's own write_data knows where. Call it, or write a "
+            "StorageWriter of your own."
+        )
+
+    __getitem__ = get = __contains__
+
 
 def refuse_what_is_no_tensor(plan: SavePlan) -> None:
     """Raise InvalidPlanError if a rank's plan has values that safetensors files cannot keep."""

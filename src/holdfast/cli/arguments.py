@@ -127,6 +127,13 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", metavar="DTYPE", help="cast floating-point tensors, such as to bfloat16")
     parser.add_argument("--max-shard-size", metavar="SIZE", help="of safetensors files; default: 5GB")
     parser.add_argument("--overwrite", action="store_true", help="replace what is at TARGET")
+    parser.add_argument(
+        "--safe-global",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="import and run this class or function, as package.module:Name, where a value needs it",
+    )
     parser.add_argument("-q", "--quiet", action="store_true", help="print nothing, and no progress")
 
 
