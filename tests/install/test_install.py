@@ -1,5 +1,6 @@
 """After ``install()`` torch's functions lead to ours, and after ``uninstall()`` they are torch's again."""
 
+import functools
 import importlib
 import json
 import logging
@@ -269,7 +270,12 @@ def test_a_subclass_stays_a_strangers_plugin_and_is_named(tmp_path: Path) -> Non
 
 
 def delegate(name: str) -> Any:
-    return lambda self, *args, **kwargs: getattr(self.inner, name)(*args, **kwargs)
+    # With the arguments of this version of torch.
+    @functools.wraps(getattr(FileSystemReader, name))
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.inner, name)(*args, **kwargs)
+
+    return call
 
 
 def test_a_plugin_with_only_the_interface_of_torch_is_named(tmp_path: Path) -> None:

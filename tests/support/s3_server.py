@@ -46,10 +46,18 @@ class S3Server:
     def __init__(self, folder: Path | None = None) -> None:
         self._is_own = folder is None
         self.folder = folder or Path(tempfile.mkdtemp(prefix="holdfast-s3-"))
-        self._ports = free_ports(6)
-        self.endpoint = f"http://127.0.0.1:{self._ports[0]}"
         self._process: subprocess.Popen[bytes] | None = None
-        self.start()
+        for is_last in (False, False, True):
+            self._ports = free_ports(6)
+            self.endpoint = f"http://127.0.0.1:{self._ports[0]}"
+            try:
+                self.start()
+                return
+            except RuntimeError as error:
+                # Ports that were free a moment ago may be those of a connection now.
+                if is_last or "address already in use" not in str(error):
+                    raise
+                self.kill()
 
     @property
     def environment(self) -> dict[str, str]:
