@@ -1,9 +1,7 @@
-"""Bytes, rates, seconds and shapes as people read them."""
+"""Bytes, rates, seconds, shapes and lists of names as people read them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
-
-__all__ = ["rate_text", "seconds_text", "shape_text", "size_text"]
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -36,6 +34,12 @@ def seconds_text(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02} h" if hours else f"{minutes}:{rest:02} min"
+
+
+def some_of(names: Collection[str], most: int = 3) -> str:
+    """A few names, and how many more there are."""
+    more = len(names) - most
+    return ", ".join([*names][:most]) + (f" and {more:,} more" if more > 0 else "")
 
 
 @lru_cache(maxsize=4096)  # models repeat their shapes layer by layer
