@@ -13,7 +13,7 @@ from typing_extensions import Buffer
 from holdfast._format.names import METADATA, temporary_name
 from holdfast._io.cold_reads import ColdReads
 from holdfast._io.local_buffers import BUFFER_NBYTES
-from holdfast._io.local_calls import naming, write_fully
+from holdfast._io.local_calls import flush_to_disk, naming, write_fully
 from holdfast._io.local_claim import claim_folder
 from holdfast._io.local_ranges import NEW_FILE, NO_RANGES, LocalRanges, create_file
 from holdfast._io.local_reader import LocalReader
@@ -101,8 +101,8 @@ class LocalStore(LocalRanges):
         except NotADirectoryError as error:
             raise _not_a_folder(self._folder) from error
         except OSError as error:
-            # ELOOP is a link that must not be followed, ENXIO a socket.
-            if error.errno in {errno.ELOOP, errno.ENXIO}:
+            # Linux says ELOOP for a link that must not be followed, the BSDs EMLINK; ENXIO is a socket.
+            if error.errno in {errno.ELOOP, errno.EMLINK, errno.ENXIO}:
                 raise _not_regular(path) from error
             raise
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -152,7 +152,7 @@ class LocalStore(LocalRanges):
                 try:
                     write_fully(fd, views, 0)
                     if durable:
-                        os.fsync(fd)
+                        flush_to_disk(fd)
                 finally:
                     os.close(fd)
                 if overwrite:

@@ -3,10 +3,11 @@
 import errno
 import os
 import stat
+import sys
 from contextlib import suppress
 
 from holdfast._io.file_access import RangeWriter
-from holdfast._io.local_calls import PAGE, naming, write_fully
+from holdfast._io.local_calls import PAGE, flush_to_disk, naming, write_fully
 from holdfast._io.page_cache import PageCache
 from holdfast._io.store import ByteStore, check_name, taken_name
 from holdfast._io.write_back import BufferOutput
@@ -16,6 +17,7 @@ NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OLD = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _LARGE = 256 << 10
 """From this on a range is handed to the disk at once. Smaller ones would cost a call more each."""
+_REOPENS = sys.platform == "linux"
 NO_RANGES = {
     errno.EPERM,
     errno.EACCES,
@@ -46,9 +48,10 @@ class LocalRangeWriter(RangeWriter):
         self.path = path
         self._fd = fd
         # Whether writes go past the page cache belongs to an open file, so the pages have one of their own.
-        self._pages = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_CLOEXEC)
+        self._pages = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_CLOEXEC) if _REOPENS else os.dup(fd)
         nbytes = min(os.fstat(fd).st_size, save_nbytes)
-        self._output = BufferOutput(self._pages, page_cache, nbytes, max(nbytes, save_nbytes))
+        policy = page_cache if _REOPENS else "keep"
+        self._output = BufferOutput(self._pages, policy, nbytes, max(nbytes, save_nbytes))
 
     def write_at(self, offset: int, view: memoryview) -> None:
         """Write all of ``view``; see RangeWriter."""
@@ -64,7 +67,7 @@ class LocalRangeWriter(RangeWriter):
     def finish(self) -> None:
         """Flush and close the file; see RangeWriter."""
         with naming(self.path):
-            os.fsync(self._fd)
+            flush_to_disk(self._fd)
             self._output.release_pages()
         self.close()
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 from collections.abc import Sequence
 
 from typing_extensions import Buffer
@@ -11,7 +12,7 @@ from holdfast._io.cold_reads import ColdReads
 from holdfast._io.copying import copy_bytes
 from holdfast._io.file_access import FileReader
 from holdfast._io.local_buffers import BUFFER_NBYTES, borrow, give_back
-from holdfast._io.local_calls import PAGE, naming
+from holdfast._io.local_calls import O_DIRECT, PAGE, naming
 from holdfast._io.progress import BUFFERED
 from holdfast._io.streams import byte_view
 
@@ -25,6 +26,7 @@ _WINDOW = 4 << 20
 # wait for the disk each time, and took 1.4 times as long; 128 KiB are too many calls.
 _STEP_AHEAD = 512 << 10
 _DIRECT_FROM = 1 << 20  # smaller reads gain more from the kernel's read-ahead than they lose
+_NOWAIT = os.RWF_NOWAIT if sys.platform == "linux" else 0
 
 assert _WINDOW <= BUFFER_NBYTES
 
@@ -53,7 +55,7 @@ class LocalReader(FileReader):
             found = os.fstat(fd)
         self.nbytes, self._device = found.st_size, found.st_dev
         # Whether there is a way past the page cache, and whether it can be seen what is in the cache.
-        self._direct = True
+        self._direct = bool(O_DIRECT) and bool(_NOWAIT)
 
     def read_into(self, offset: int, buffer: Buffer) -> None:
         """Fill ``buffer`` from ``offset`` on; see FileReader."""
@@ -102,7 +104,7 @@ class LocalReader(FileReader):
         try:
             # A new description of the very same file. O_DIRECT must not reach the other threads' reads. And
             # the kernel reads ahead of each description, which fails if threads jump to and fro in one.
-            flags = os.O_RDONLY | os.O_CLOEXEC | (0 if through_cache else os.O_DIRECT)
+            flags = os.O_RDONLY | os.O_CLOEXEC | (0 if through_cache else O_DIRECT)
             fd = os.open(f"/proc/self/fd/{self._fd}", flags)
         except OSError:
             self._direct = False
@@ -130,7 +132,7 @@ class LocalReader(FileReader):
         byte = bytearray(1)
         try:
             for at in (offset, offset + nbytes // 2, offset + nbytes - 1):
-                os.preadv(self._fd, [byte], at, os.RWF_NOWAIT)
+                os.preadv(self._fd, [byte], at, _NOWAIT)
         except BlockingIOError:
             return False
         except OSError:

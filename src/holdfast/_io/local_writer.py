@@ -5,7 +5,7 @@ from contextlib import suppress
 
 from holdfast._io.blocks import STEP, BlockSums
 from holdfast._io.file_access import FileWriter
-from holdfast._io.local_calls import PAGE, naming, write_fully
+from holdfast._io.local_calls import PAGE, flush_to_disk, naming, write_fully
 from holdfast._io.progress import BUFFERED
 from holdfast._io.ring import BufferRing, write_each
 from holdfast._io.write_back import BufferOutput
@@ -47,7 +47,7 @@ class LocalWriter(FileWriter):
                 self._output.end_buffers()
                 write_fully(self._fd, [tail], offset)
             if self._durable:
-                os.fsync(self._fd)
+                flush_to_disk(self._fd)
             if self._output is not None:
                 self._output.release_pages()
                 if self._output.is_refused:

@@ -8,7 +8,14 @@ import statistics
 import time
 from collections import deque
 
-from holdfast._io.local_calls import await_write_back, drop_pages, set_direct, start_write_back, write_fully
+from holdfast._io.local_calls import (
+    O_DIRECT,
+    await_write_back,
+    drop_pages,
+    set_direct,
+    start_write_back,
+    write_fully,
+)
 from holdfast._io.page_cache import PageCache, room_for
 
 _STRETCH = 64 << 20
@@ -75,7 +82,7 @@ class BufferOutput:
             page_cache == "auto" and room_for(save_nbytes * _ranks_of_host())
         )
         self._pace = _paces.setdefault(os.fstat(fd).st_dev, DiskPace())
-        self._can_direct = page_cache != "keep"
+        self._can_direct = bool(O_DIRECT) and page_cache != "keep"
         self._is_direct = False
         self.is_refused = False
         self._drops = False  # what was written through the page cache is to leave it

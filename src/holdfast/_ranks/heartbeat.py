@@ -13,6 +13,7 @@ import errno
 import os
 import socket
 import struct
+import sys
 import threading
 from typing import Any
 
@@ -55,7 +56,8 @@ def _open_store() -> Any:
     with listen() as listening:
         # The store never closes a connection that says nothing. This lets the kernel keep such connections to
         # itself, so that they use no file of this process. A probe shuts its side down, which counts as data.
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _DEFER_ACCEPT)
+        if sys.platform == "linux":
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _DEFER_ACCEPT)
         port = listening.getsockname()[1]
         served = os.dup(listening.fileno())
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -68,7 +70,8 @@ def _open_store() -> Any:
             use_libuv=False,  # of torch 2.6, that one takes no socket that listens already
         )
         # Only now: the store has sent something to itself. Whoever connects from now on can store nothing.
-        _drop_data(listening)
+        if sys.platform == "linux":
+            _drop_data(listening)
     return store
 
 
