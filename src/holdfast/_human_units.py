@@ -1,7 +1,10 @@
-"""Bytes, rates, seconds, shapes and lists of names as people read them."""
+"""Bytes, rates, seconds, shapes and long lists as people read them."""
 
 from collections.abc import Collection, Sequence
 from functools import lru_cache
+from itertools import islice
+
+__all__ = ["rate_text", "seconds_text", "shape_text", "size_text", "some_of"]
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -36,13 +39,13 @@ def seconds_text(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02} h" if hours else f"{minutes}:{rest:02} min"
 
 
-def some_of(names: Collection[str], most: int = 3) -> str:
-    """A few names, and how many more there are."""
-    more = len(names) - most
-    return ", ".join([*names][:most]) + (f" and {more:,} more" if more > 0 else "")
-
-
 @lru_cache(maxsize=4096)  # models repeat their shapes layer by layer
 def shape_text(shape: Sequence[int]) -> str:
     """A shape as torch shows it."""
     return f"[{', '.join(map(str, shape))}]"
+
+
+def some_of(names: Collection[object], most: int, separator: str = ", ") -> str:
+    """The first names of many, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(map(str, islice(names, most))) + more

@@ -110,7 +110,7 @@ def find_model_files(store: FileSource) -> tuple[dict[str, str] | None, list[str
     missing = missing_numbers(found)
     if missing:
         raise IncompleteCheckpointError(
-            f"{store.url}: {some_of(missing)} of the model's files are missing, as the names of the others "
+            f"{store.url}: {some_of(missing, 3)} of the model's files are missing, as the names of the others "
             "show. Copy them, too.",
             path=f"{store.url}/{missing[0]}",
         )
@@ -128,7 +128,7 @@ def _nothing_found(store: FileSource, there: Collection[str]) -> CheckpointNotFo
 
 def _warn_of_others(store: FileSource, others: list[str]) -> None:
     if others:
-        logger.warning("%s has no index; %s is loaded, and not %s", store.url, LONE, some_of(others))
+        logger.warning("%s has no index; %s is loaded, and not %s", store.url, LONE, some_of(others, 3))
 
 
 def read_headers(store: FileSource, names: Iterable[str]) -> list[ModelFile]:

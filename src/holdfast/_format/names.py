@@ -86,7 +86,7 @@ def describe_data_files(names: Iterable[str]) -> str | None:
     of = [f"of save {', '.join(saves)}"] if saves else []
     strangers = sorted(name for name, file in files.items() if not file.save)
     if strangers:
-        of.append(f"in torch's naming ({some_of(strangers)})")
+        of.append(f"in torch's naming ({some_of(strangers, 3)})")
     return f"{len(files)} data file{'s' if len(files) > 1 else ''} {' and '.join(of)}"
 
 

@@ -80,5 +80,5 @@ def where_text(damage: Damage) -> str:
     if damage.offset is not None and damage.nbytes is not None:
         words.append(f"bytes {damage.offset:,} to {damage.offset + damage.nbytes:,}")
     if damage.keys:
-        words.append(("key " if len(damage.keys) == 1 else "keys ") + some_of(damage.keys))
+        words.append(("key " if len(damage.keys) == 1 else "keys ") + some_of(damage.keys, 3))
     return ", ".join(words)
