@@ -130,8 +130,8 @@ def _explain_absence(path: str, names: list[str], store: FileSource) -> str:
     below, _ = store.folders_with([METADATA, metadata_name(0)])
     if below:
         return (
-            f"{path}: no checkpoint here, but in folders of it: {some_of(below, 3)}. Name one of them, such as "
-            f"{path.rstrip('/')}/{below[0]}"
+            f"{path}: no checkpoint here, but in folders of it: {some_of(below, 3)}. Name one of them, such "
+            f"as {path.rstrip('/')}/{below[0]}"
         )
     if not names:
         return f"{path}: the folder is empty"

@@ -110,8 +110,8 @@ def find_model_files(store: FileSource) -> tuple[dict[str, str] | None, list[str
     missing = missing_numbers(found)
     if missing:
         raise IncompleteCheckpointError(
-            f"{store.url}: {some_of(missing, 3)} of the model's files are missing, as the names of the others "
-            "show. Copy them, too.",
+            f"{store.url}: {some_of(missing, 3)} of the model's files are missing, as the names of the "
+            "others show. Copy them, too.",
             path=f"{store.url}/{missing[0]}",
         )
     return None, found
