@@ -22,7 +22,7 @@ class Account:
 
     def deliver(self, *ranks: int, number: int = 0, step: int = 0, label: Label = LABEL) -> None:
         for rank in ranks:
-            self.ledger.deliver(number, step, rank, label, [b""], None, 0.0)
+            self.ledger.deliver(number, step, rank, label, [b""], 0.0)
 
     def failed_ranks(self) -> list[list[int]]:
         return [sorted(failed.failures) for _, failed, _ in self.told]
@@ -96,15 +96,15 @@ def test_a_coordinator_that_is_given_up_while_it_decides_can_know(account: Accou
 
 
 def test_all_failures_that_come_in_time_are_raised_together(account: Account) -> None:
-    assert account.ledger.deliver(0, 0, 1, LABEL, None, failure(), 100.0) == 102.0
-    account.ledger.deliver(0, 0, 2, LABEL, None, failure(), 101.0)
+    assert account.ledger.deliver(0, 0, 1, LABEL, failure(), 100.0) == 102.0
+    account.ledger.deliver(0, 0, 2, LABEL, failure(), 101.0)
     assert not account.told
     account.deliver(0)
     assert account.failed_ranks() == [[1, 2]]
 
 
 def test_a_failure_does_not_wait_for_a_slow_rank_for_ever(account: Account) -> None:
-    account.ledger.deliver(0, 0, 1, LABEL, None, failure(), 100.0)
+    account.ledger.deliver(0, 0, 1, LABEL, failure(), 100.0)
     account.ledger.check_deadlines(101.0)
     assert not account.told
     account.ledger.check_deadlines(102.0)

@@ -14,7 +14,7 @@ _MOST_OPEN = 32
 
 
 @dataclass(eq=False)
-class _OpenFile:
+class _UsedFile:
     """A file, and by how many it is used."""
 
     reader: FileReader
@@ -31,7 +31,7 @@ class FileCache:
     def __init__(self, store: FileSource) -> None:
         self.store = store
         self._lock = threading.Lock()
-        self._open: OrderedDict[str, _OpenFile] = OrderedDict()
+        self._open: OrderedDict[str, _UsedFile] = OrderedDict()
         self._is_closed = False
 
     @contextmanager
@@ -60,7 +60,7 @@ class FileCache:
         # Descriptors of files are plain numbers, which nobody else closes if a view is only let go of.
         self.close()
 
-    def _take(self, name: str) -> _OpenFile:
+    def _take(self, name: str) -> _UsedFile:
         with self._lock:
             if self._is_closed:
                 raise UsageError(f"{self.store.url}: this view is closed", path=self.store.url)
@@ -70,13 +70,13 @@ class FileCache:
                 file.users += 1
                 return file
         # Not under the lock: to open an object of a bucket is a request.
-        file = _OpenFile(self.store.open(name))
+        file = _UsedFile(self.store.open(name))
         with self._lock:
             if not self._is_closed:
                 self._open.setdefault(name, file)
         return file
 
-    def _give_back(self, name: str, file: _OpenFile) -> None:
+    def _give_back(self, name: str, file: _UsedFile) -> None:
         with self._lock:
             file.users -= 1
             dropped = self._drop_oldest()
@@ -85,7 +85,7 @@ class FileCache:
         for each in dropped:
             each.reader.close()
 
-    def _drop_oldest(self) -> list[_OpenFile]:
+    def _drop_oldest(self) -> list[_UsedFile]:
         """Forget the files used longest ago that nobody uses, as many as there are too many."""
         idle = [name for name, file in self._open.items() if not file.users]
         return [self._open.pop(name) for name in idle[: max(0, len(self._open) - _MOST_OPEN)]]

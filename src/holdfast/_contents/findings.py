@@ -1,7 +1,7 @@
 """What a verification finds, collected from many threads."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,13 +97,6 @@ def _place(damage: Damage) -> tuple[Any, ...]:
 
 def _end(damage: Damage) -> int:
     return (damage.offset or 0) + (damage.nbytes or 0)
-
-
-def shortened(keys: Iterable[str], most: int = 3) -> str:
-    """A few keys by name, the others by number."""
-    names = list(keys)
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def says_damaged(error: Exception) -> bool:

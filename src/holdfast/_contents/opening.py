@@ -10,6 +10,7 @@ from holdfast._format.metadata_file import LARGEST_METADATA
 from holdfast._format.names import METADATA, describe_data_files, metadata_name, metadata_rank
 from holdfast._format.safetensors import SUFFIX
 from holdfast._format.safetensors_index import INDEX
+from holdfast._human_units import some_of
 from holdfast._io.places import local_path, open_file_place, open_place
 from holdfast._io.store import FileSource
 from holdfast.errors import CheckpointNotFoundError
@@ -128,10 +129,9 @@ def _explain_absence(path: str, names: list[str], store: FileSource) -> str:
         return f"{path}: has {files}, but no {METADATA}: the save did not end, or {METADATA} was removed"
     below, _ = store.folders_with([METADATA, metadata_name(0)])
     if below:
-        listed = ", ".join(below[:3]) + (", ..." if len(below) > 3 else "")
         return (
-            f"{path}: no checkpoint here, but in folders of it: {listed}. Name one of them, such as "
-            f"{path.rstrip('/')}/{below[0]}"
+            f"{path}: no checkpoint here, but in folders of it: {some_of(below, 3)}. Name one of them, such "
+            f"as {path.rstrip('/')}/{below[0]}"
         )
     if not names:
         return f"{path}: {'nothing is there' if local_path(path) is None else 'the folder is empty'}"

@@ -32,6 +32,7 @@ from holdfast._format.safetensors_index import (
     save_of_temporary,
 )
 from holdfast._geometry import Box, check_cover
+from holdfast._human_units import some_of
 from holdfast._io import pool
 from holdfast._io.blocks import BLOCK_SIZE, block_count
 from holdfast._io.store import FileSource
@@ -109,8 +110,8 @@ def find_model_files(store: FileSource) -> tuple[dict[str, str] | None, list[str
     missing = missing_numbers(found)
     if missing:
         raise IncompleteCheckpointError(
-            f"{store.url}: {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''} of the model's "
-            "files are missing, as the names of the others show. Copy them, too.",
+            f"{store.url}: {some_of(missing, 3)} of the model's files are missing, as the names of the "
+            "others show. Copy them, too.",
             path=f"{store.url}/{missing[0]}",
         )
     return None, found
@@ -127,10 +128,7 @@ def _nothing_found(store: FileSource, there: Collection[str]) -> CheckpointNotFo
 
 def _warn_of_others(store: FileSource, others: list[str]) -> None:
     if others:
-        logger.warning(
-            "%s has no index; %s is loaded, and not %s%s",
-            *(store.url, LONE, ", ".join(others[:3]), " ..." if len(others) > 3 else ""),
-        )
+        logger.warning("%s has no index; %s is loaded, and not %s", store.url, LONE, some_of(others, 3))
 
 
 def read_headers(store: FileSource, names: Iterable[str]) -> list[ModelFile]:

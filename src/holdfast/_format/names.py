@@ -18,6 +18,8 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from holdfast._human_units import some_of
+
 METADATA = ".metadata"
 """The file that makes a checkpoint exist."""
 
@@ -84,8 +86,7 @@ def describe_data_files(names: Iterable[str]) -> str | None:
     of = [f"of save {', '.join(saves)}"] if saves else []
     strangers = sorted(name for name, file in files.items() if not file.save)
     if strangers:
-        more = ", ..." if len(strangers) > 3 else ""
-        of.append(f"in torch's naming ({', '.join(strangers[:3])}{more})")
+        of.append(f"in torch's naming ({some_of(strangers, 3)})")
     return f"{len(files)} data file{'s' if len(files) > 1 else ''} {' and '.join(of)}"
 
 

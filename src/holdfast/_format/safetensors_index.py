@@ -7,6 +7,7 @@ import msgspec
 
 from holdfast._format.names import SAVE_DIGITS, is_plain_name
 from holdfast._format.safetensors import SUFFIX, StoredTensor, refuse_doubles
+from holdfast._human_units import some_of
 from holdfast.errors import MetadataFormatError, UsageError
 
 INDEX = "model.safetensors.index.json"
@@ -114,10 +115,9 @@ def files_by_mapping(
 
 def _refuse(keys: list[str], what: str) -> None:
     if keys:
-        more = f" and {len(keys) - 8} more" if len(keys) > 8 else ""
         raise UsageError(
-            f"tensors that {what}: {', '.join(keys[:8])}{more}. Each tensor needs a file, and each key of "
-            "the mapping a tensor.",
+            f"tensors that {what}: {some_of(keys, 8)}. Each tensor needs a file, and each key of the "
+            "mapping a tensor.",
             key=keys[0],
         )
 

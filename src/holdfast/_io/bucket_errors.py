@@ -49,19 +49,20 @@ def translated(path: str) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except FileNotFoundError as error:
-        if "NoSuchBucket" in str(error):
-            raise _no_bucket(path) from error
-        raise CheckpointNotFoundError(f"{path}: there is no such object.", path=path) from error
     except (BaseError, OSError, ValueError) as error:
+        if "NoSuchBucket" in str(error):
+            # Not "not found": a program that takes that for its first start must not begin again for a wrong
+            # URL.
+            text = f"{path}: there is no such bucket. Make it, or correct the URL."
+            raise StorageError(text, path=path) from error
+        if isinstance(error, FileNotFoundError):
+            raise CheckpointNotFoundError(f"{path}: there is no such object.", path=path) from error
         if isinstance(error, PermissionDeniedError | UnauthenticatedError) or _REFUSED in str(error):
             text = (
                 f"{path}: the store refuses access. The credentials are wrong, or do not allow this, or (if "
                 f"they do not allow to list) there is no such object. {reason_of(error)} {_hint(error)}"
             )
             raise AccessDeniedError(text.rstrip(), path=path) from error
-        if "NoSuchBucket" in str(error):
-            raise _no_bucket(path) from error
         raise StorageError(f"{path}: {reason_of(error)} {_hint(error)}".rstrip(), path=path) from error
 
 
@@ -97,11 +98,6 @@ def may_pass(error: StorageError) -> bool:
 def rest(seconds: float) -> None:
     """Wait, at most so long; clients that failed together do not come back together."""
     time.sleep(seconds * random.uniform(0.5, 1))  # noqa: S311 - nothing is to be kept secret
-
-
-def _no_bucket(path: str) -> StorageError:
-    # Not "not found": a program that takes that for its first start must not begin again for a wrong URL.
-    return StorageError(f"{path}: there is no such bucket. Make it, or correct the URL.", path=path)
 
 
 def _hint(error: BaseException) -> str:

@@ -34,7 +34,7 @@ from holdfast.errors import (
 # Without O_NONBLOCK, opening a named pipe that somebody planted would wait for ever.
 _OLD = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 # A place may have a hundred thousand files: a bounded look is enough for a message.
-_MOST_ENTRIES = 10_000
+_MOST_ENTRIES, _MOST_FOLDERS = 10_000, 1_000
 _LOOKED_AT = 16
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -196,6 +196,8 @@ class LocalStore(LocalRanges):
         """The files and folders of this folder; see FileSource. Links to folders count as folders."""
         files, folders = set[str](), dict[str, FileFacts | None]()
         for entry in islice(self._entries(), _MOST_ENTRIES if is_brief else None):
+            if is_brief and len(folders) >= _MOST_FOLDERS:
+                break
             if entry.is_dir():
                 folders[entry.name] = None if name is None else _facts(f"{entry.path}/{name}")
             elif entry.is_file(follow_symlinks=False):

@@ -92,9 +92,9 @@ def open_file_place(
     Raises:
         UsageError: No store serves such a place, or it does not name a file.
     """
-    path = os.fspath(place) if local_path(place) is None else str(local_path(place))
+    local = local_path(place)
     # What a URL has behind a question mark stands at its end.
-    path, mark, query = path.partition("?") if local_path(place) is None else (path, "", "")
+    path, mark, query = os.fspath(place).partition("?") if local is None else (local, "", "")
     folder, slash, name = path.rpartition("/")
     if not name or name in {".", ".."} or folder.endswith(":/"):
         raise UsageError(f"{os.fspath(place)} does not name a file", path=os.fspath(place))

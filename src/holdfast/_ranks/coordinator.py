@@ -17,7 +17,7 @@ from holdfast._ranks.failures import (
     pack,
     unpack,
 )
-from holdfast._ranks.ledger import Label, Ledger
+from holdfast._ranks.ledger import Label, Ledger, Outcome
 from holdfast._ranks.listener import Listener
 from holdfast._ranks.messages import Message, MessageKind, Segments, decode, encode
 from holdfast._ranks.peer import Peer
@@ -80,7 +80,7 @@ class CoordinatorEnd:
             SessionFailedError: A rank has failed, is lost, or is at another step.
         """
         packed = failure and PackedFailure.of(failure)
-        self._loop.call(lambda: self._deliver(number, step, self._rank, label, None, packed))
+        self._loop.call(lambda: self._deliver(number, step, self._rank, label, packed))
         with self._loop.changed:
             session = self._ledger.session(number)
 
@@ -175,12 +175,10 @@ class CoordinatorEnd:
     def on_message(self, peer: Peer, message: Message) -> None:
         """Record what the rank has done."""
         number, step, rank, kind = message.session, message.step, peer.rank, message.kind
-        if kind is MessageKind.PART:
-            label = Label(*decode(message.body[:1]))
-            self._deliver(number, step, rank, label, message.body[1:], None)
-        elif kind is MessageKind.FAILED_PART:
-            label, failure = Label(*decode(message.body[:1])), unpack(message.body[1:]).failures[rank]
-            self._deliver(number, step, rank, label, None, failure)
+        if kind in (MessageKind.PART, MessageKind.FAILED_PART):
+            label, part = Label(*decode(message.body[:1])), message.body[1:]
+            outcome = part if kind is MessageKind.PART else unpack(part).failures[rank]
+            self._deliver(number, step, rank, label, outcome)
         elif kind is MessageKind.EXPECT:
             self._expect(number, step, rank, Label(*decode(message.body)))
         elif kind is MessageKind.ABORT:
@@ -192,16 +190,8 @@ class CoordinatorEnd:
         elif kind is MessageKind.BEGUN:
             self._ledger.has_begun(number, rank)
 
-    def _deliver(
-        self,
-        number: int,
-        step: int,
-        rank: int,
-        label: Label,
-        part: Segments | None,
-        failure: PackedFailure | None,
-    ) -> None:
-        deadline = self._ledger.deliver(number, step, rank, label, part, failure, time.monotonic())
+    def _deliver(self, number: int, step: int, rank: int, label: Label, outcome: Outcome) -> None:
+        deadline = self._ledger.deliver(number, step, rank, label, outcome, time.monotonic())
         if deadline is not None:
             self._loop.call_at(deadline, self._ledger.check_deadlines)
         self._remind_later(number)

@@ -13,7 +13,7 @@ import math
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from holdfast._ranks.failures import Failures, PackedFailure, SessionFailure, lost_rank, silent_rank
 from holdfast._ranks.messages import Segments
@@ -36,6 +36,10 @@ class Label(NamedTuple):
     purpose: str
     step: str
     timeout: float
+
+
+Outcome: TypeAlias = Segments | PackedFailure | None
+"""What a rank has delivered: its part, or why it failed; None for the part of the coordinator itself."""
 
 
 def different_calls(rank: int, label: Label, others: Label) -> PackedFailure:
@@ -110,14 +114,7 @@ class Ledger:
         return self._sessions[number]
 
     def deliver(
-        self,
-        number: int,
-        step: int,
-        rank: int,
-        label: Label,
-        part: Segments | None,
-        failure: PackedFailure | None,
-        now: float,
+        self, number: int, step: int, rank: int, label: Label, outcome: Outcome, now: float
     ) -> float | None:
         """Record that a rank has done its part, or failed to.
 
@@ -129,11 +126,11 @@ class Ledger:
             return None
         session.label = session.label or label
         session.missing.discard(rank)
-        if failure is None:
-            session.parts[rank] = part
-        else:
-            session.failed_parts[rank] = failure
+        if isinstance(outcome, PackedFailure):
+            session.failed_parts[rank] = outcome
             session.deadline = session.deadline or now + _GRACE * label.timeout
+        else:
+            session.parts[rank] = outcome
         self._decide_or_fail(number, session, now)
         return session.deadline
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from holdfast._any_format import open_checkpoint
-from holdfast._contents.findings import Damage, Findings, shortened
+from holdfast._contents.findings import Damage, Findings
 from holdfast._contents.inventory import Inventory
 from holdfast._contents.verifying import check_checkpoint, limits
+from holdfast._human_units import some_of
 from holdfast.cli.error_lines import run_each
 from holdfast.cli.exit_codes import DAMAGED, FINE
 from holdfast.cli.text import Style, counted, printable, size_text, write_json, write_lines
@@ -86,5 +87,5 @@ def where_text(damage: Damage) -> str:
     if damage.offset is not None and damage.nbytes is not None:
         words.append(f"bytes {damage.offset:,} to {damage.offset + damage.nbytes:,}")
     if damage.keys:
-        words.append(("key " if len(damage.keys) == 1 else "keys ") + shortened(damage.keys))
+        words.append(("key " if len(damage.keys) == 1 else "keys ") + some_of(damage.keys, 3))
     return ", ".join(words)
