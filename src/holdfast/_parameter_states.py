@@ -1,11 +1,12 @@
 """State dicts that know what they are the state of, so that a load can make room for what is missing."""
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["ModuleStates", "ParameterStates"]
+__all__ = ["ModuleStates", "ParameterStates", "joined_layout", "remember_flat"]
 
 
 class ModuleStates(dict[str, Any]):
@@ -59,3 +60,43 @@ class ParameterStates(dict[Any, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return dict, (dict(self),)
+
+
+class _Origin(NamedTuple):
+    """Where a flattened state dict comes from: its first key, and what a ParameterStates knows."""
+
+    key: str
+    parameters: Mapping[Any, torch.Tensor]
+    is_whole: bool
+    device: torch.device | None
+
+
+_origins: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _Origin]" = weakref.WeakKeyDictionary()
+
+
+def remember_flat(states: ParameterStates) -> None:
+    """Remember whose state a flattened state dict is, so that a dict into which it is copied is known too.
+
+    Programs join the flattened state dicts of the parts of a model: ``{**first, **second}``. The result is a
+    plain dict, but its keys are the same objects. So the first key tells where the entries come from.
+    """
+    for optimizer in states.optimizers[:1]:
+        for key in list(states)[:1]:
+            _origins[optimizer] = _Origin(key, states.parameters, states.is_whole, states.device)
+
+
+def joined_layout(node: Mapping[Any, Any]) -> ParameterStates | None:
+    """What is known of a plain dict that was made of flattened state dicts; None if it was not.
+
+    The result has no entries.
+    """
+    keys = set(map(id, node))
+    found = [(optimizer, origin) for optimizer, origin in _origins.items() if id(origin.key) in keys]
+    if not found:
+        return None
+    _, first = found[0]
+    parameters = {name: one for _, origin in found for name, one in origin.parameters.items()}
+    optimizers = [optimizer for optimizer, _ in found]
+    return ParameterStates(
+        parameters=parameters, is_whole=first.is_whole, device=first.device, optimizers=optimizers
+    )

@@ -4,6 +4,8 @@ import datetime as dt
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import Outcome, rank_processes
+from tests.support.ranks import Outcome, python_environment, rank_processes
 
 import holdfast
 from holdfast._ranks import roll_call
@@ -177,6 +179,31 @@ def test_a_save_by_rank_0_alone_raises_soon_if_the_others_have_ended(
         said = "ranks 1-2 have ended, or left the process group, without calling save: every rank"
         assert said in told
         assert len(told.splitlines()) == 2
+
+
+_BESIDE_TORCHRUN = """
+import time, torch, torch.distributed as dist, holdfast
+from holdfast._ranks import departures
+departures._has_left_gloo = lambda group, rank: False  # as with NCCL, which needs a GPU
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    holdfast.save({"a": torch.ones(1)}, checkpoint_id="never")
+"""
+
+
+def test_ranks_that_torchrun_has_started_here_are_seen_to_end_with_any_backend(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(_BESIDE_TORCHRUN)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    ended = subprocess.run(
+        [*torchrun, "program.py"],
+        cwd=tmp_path,
+        env=python_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "RankLostError: ranks 1-2 have ended, or left the process group, without calling" in ended.stderr
+    assert ended.returncode == 1
 
 
 @pytest.mark.parametrize(

@@ -327,3 +327,49 @@ def test_state_that_belongs_to_no_parameter_is_not_flattened() -> None:
     optimizer.state["all"] = {"steps": 7}  # type: ignore[index]
     with pytest.raises(ValueError, match=r"state under 'all'.* Leave out flatten_optimizer_state_dict"):
         flattened(model, optimizer)
+
+
+class PartOptimizers:
+    """The optimizers of the parts of a model, whose flattened state dicts are joined, as pipelines do it."""
+
+    def __init__(self, parts: nn.ModuleDict, lr: float) -> None:
+        # Each part is a model with names of its own.
+        self.parts = [nn.ModuleDict({name: part}) for name, part in parts.items()]
+        self.optimizers = [torch.optim.AdamW(part.parameters(), lr=lr) for part in self.parts]
+
+    def state_dict(self) -> dict[str, Any]:
+        pairs = zip(self.parts, self.optimizers, strict=True)
+        states = [get_optimizer_state_dict(*pair, options=_FLAT) for pair in pairs]
+        return {key: value for state in states for key, value in state.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part, optimizer in zip(self.parts, self.optimizers, strict=True):
+            set_optimizer_state_dict(part, optimizer, state_dict, options=_FLAT)
+
+
+def trained_parts(steps: int) -> dict[str, Any]:
+    """Two models whose parameters have the same names."""
+    state: dict[str, Any] = {}
+    for name in ("generator", "critic"):
+        parts = nn.ModuleDict({"0": nn.Linear(4, 3), "1": nn.Linear(3, 2)})
+        optimizers = PartOptimizers(parts, lr=0.1 if steps else 0.2)
+        for _ in range(steps):
+            for part, optimizer in zip(optimizers.parts, optimizers.optimizers, strict=True):
+                for parameter in part.parameters():
+                    parameter.grad = torch.randn_like(parameter)
+                optimizer.step()
+        state[name] = {"parts": parts, "optimizer": optimizers}
+    return state
+
+
+def test_joined_flattened_states_of_new_optimizers_are_restored(tmp_path: Path) -> None:
+    trained, resumed = trained_parts(steps=2), trained_parts(steps=0)
+    holdfast.save(trained, checkpoint_id=tmp_path)
+    with pytest.raises(PlanError, match="epoch"):
+        holdfast.load({**resumed, "epoch": 0}, checkpoint_id=tmp_path)
+    assert not resumed["critic"]["optimizer"].optimizers[0].state
+    holdfast.load(resumed, checkpoint_id=tmp_path, strict=True)
+    for name, state in trained.items():
+        pairs = zip(state["optimizer"].optimizers, resumed[name]["optimizer"].optimizers, strict=True)
+        for before, after in pairs:
+            assert_same(after.state_dict(), before.state_dict())

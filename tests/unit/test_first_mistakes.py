@@ -280,6 +280,17 @@ def test_keys_that_are_there_without_a_key_above_them_are_loaded_by_themselves(t
         hf.load({"model": {"weight": torch.ones(2), "bias": torch.ones(1)}}, tmp_path)
 
 
+def test_a_checkpoint_of_objects_is_not_loaded_under_the_key_of_a_training_state(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    hf.save({"model": model, "optimizer": optimizer, "step": 3}, tmp_path)
+    with pytest.raises(PlanError, match=r"has them without 'training': load what stands there .* by itself"):
+        hf.load({"training": hf.TrainingState(model, optimizer, rng=False)}, tmp_path)
+    training = hf.TrainingState(model, optimizer, rng=False)
+    hf.load(training, tmp_path)
+    assert training.step == 3
+
+
 def test_a_partial_load_under_a_wrong_key_names_what_the_checkpoint_has(tmp_path: Path) -> None:
     hf.save({"model": torch.nn.Linear(2, 2)}, tmp_path)
     with pytest.raises(PlanError, match=r"asks for 'net\.weight'; the checkpoint has 'model\.weight'"):

@@ -11,10 +11,16 @@ from holdfast._plan.flatten import flat_key
 
 
 class FlatRoom:
-    """A whole state dict of an optimizer in the flattened form."""
+    """A whole state dict of an optimizer, or of several, in the flattened form.
 
-    def __init__(self, path: tuple[Any, ...], node: ParameterStates) -> None:
-        self.path, self.node = path, node
+    Args:
+        path: The way to it in the state.
+        node: The dict.
+        layout: Its parameters, and how to make tensors for them.
+    """
+
+    def __init__(self, path: tuple[Any, ...], node: dict[Any, Any], layout: ParameterStates) -> None:
+        self.path, self.node, self.layout = path, node, layout
         self.before = dict(node)
         self.taken_out: dict[str, Any] = {}
 
@@ -25,7 +31,8 @@ class FlatRoom:
         entries = {
             name: (parameter, entry)
             for name, entry in _leaves(stored)
-            if (parameter := parameter_of(name, self.node.parameters)) is not None
+            if (parameter := parameter_of(name, self.layout.parameters)) is not None
+            and (isinstance(entry, Mapping) or name.partition(".")[2] != parameter)
         }
         states, options = dict[str, dict[str, Any]](), dict[str, dict[str, Any]]()
         for name, (parameter, entry) in entries.items():
@@ -35,11 +42,13 @@ class FlatRoom:
             of_kind.update({inner: entry} if inner else entry)
         distinct = {frozenset(of_parameter): of_parameter for of_parameter in options.values()}
         key = flat_key(self.path)
-        refuse_other_kind(self.node.optimizers, list(distinct.values()), states, key=key)
+        refuse_other_kind(self.layout.optimizers, list(distinct.values()), states, key=key)
         for name, (parameter, entry) in entries.items():
             own = self.before.get(name)
             if isinstance(own, dict) or (name not in self.before and not self._is_in_a_dict(name)):
-                maker = StateMaker(self.node.parameters[parameter], self.node.is_whole, self.node.device)
+                maker = StateMaker(
+                    self.layout.parameters[parameter], self.layout.is_whole, self.layout.device
+                )
                 self.node[name] = maker.complete(own, entry, add_own=True)
         self._take_out(entries, options)
 
@@ -53,7 +62,7 @@ class FlatRoom:
     def _take_out(self, entries: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         """Take out options that the checkpoint does not have for a parameter: they keep their values."""
         for name in [name for name in self.node if name not in entries]:
-            if name.startswith(f"{GROUPS}.") and parameter_of(name, self.node.parameters) in options:
+            if name.startswith(f"{GROUPS}.") and parameter_of(name, self.layout.parameters) in options:
                 self.taken_out[name] = self.node.pop(name)
 
     def member_keys(self) -> list[str]:

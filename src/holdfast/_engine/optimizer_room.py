@@ -4,6 +4,7 @@ An optimizer makes its state in its first step, so in a new process there is not
 load makes what is missing from the checkpoint's metadata, and takes it away again if it fails.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
@@ -14,7 +15,8 @@ from holdfast._engine.flat_optimizer_room import FlatRoom
 from holdfast._engine.optimizer_groups import listed_groups
 from holdfast._engine.optimizer_state_room import NamedRoom, ObjectRoom, PlainRoom
 from holdfast._engine.stateful_objects import OpenedState, entries_of
-from holdfast._parameter_states import ParameterStates
+from holdfast._model_state.flat_optimizer_state import GROUPS, STATE
+from holdfast._parameter_states import ParameterStates, joined_layout
 from holdfast._plan.stored_tree import stored_trees
 from holdfast.metadata import Metadata
 
@@ -39,7 +41,11 @@ class OptimizerRooms:
 
     def _find(self, node: Any, path: tuple[Any, ...]) -> None:
         if isinstance(node, ParameterStates):
-            self._rooms.append(FlatRoom(path, node))
+            self._rooms.append(FlatRoom(path, node, node))
+            return
+        layout = joined_layout(node) if _looks_flattened(node) else None
+        if layout is not None:
+            self._rooms.append(FlatRoom(path, node, layout))
             return
         owner = self._owners.get(id(node))
         groups = node.get("param_groups") if isinstance(node, dict) else None
@@ -101,6 +107,12 @@ class OptimizerRooms:
         """After a load that failed: take the room away again."""
         for room in self._rooms:
             room.undo()
+
+
+def _looks_flattened(node: Any) -> bool:
+    """Whether a dict may be made of flattened state dicts of optimizers, as its first key shows."""
+    key = next(iter(node), None) if type(node) in (dict, OrderedDict) else None
+    return isinstance(key, str) and key.startswith((f"{GROUPS}.", f"{STATE}."))
 
 
 def _has_names(groups: Any) -> bool:

@@ -75,10 +75,11 @@ def unflattened(
         if name is None:
             continue
         entry = rest[len(name) + 1 :]
-        if kind == GROUPS:
+        if not entry:
+            if kind == STATE and isinstance(value, dict):
+                states[name] = value
+        elif kind == GROUPS:
             options.setdefault(name, {})[entry] = value
-        elif kind == STATE and not entry:
-            states[name] = value
         elif kind == STATE:
             _put(states.setdefault(name, {}), current[name], entry, value)
     return states, options

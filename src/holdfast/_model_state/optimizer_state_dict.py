@@ -12,7 +12,7 @@ from holdfast._model_state.parameter_names import names_by_parameter
 from holdfast._model_state.patched_methods import unpatched_method
 from holdfast._model_state.state_dict_options import StateDictOptions
 from holdfast._model_state.whole_tensors import changed_leaves, delivered, is_left_to_rank0, same_leaf
-from holdfast._parameter_states import ParameterStates
+from holdfast._parameter_states import ParameterStates, remember_flat
 from holdfast.errors import UsageError
 
 
@@ -117,6 +117,8 @@ def read_optimizers(
         device=torch.device("cpu") if options.cpu_offload else None,
         optimizers=optimizers,
     )
+    if is_flat:
+        remember_flat(made)
     return made if is_flat else {STATE: made, GROUPS: found[GROUPS]}
 
 

@@ -104,9 +104,10 @@ def _lines_of_missing(missing: list[str], unclaimed: set[str]) -> tuple[list[tup
         more = f", and {len(moved) - 1} more with the same other prefix" if len(moved) > 1 else ""
         there = new + moved[0][len(old) :]
         lines.append((f"{moved[0]}: {_MISSING} (it has {there}){more}", len(moved)))
-        is_under_another_key = "." not in old[:-1] + new[:-1]
+        asked, stored = _without_common_end(old.split("."), new.split("."))
+        is_under_another_key = len(asked) <= 1 and len(stored) <= 1
         if is_under_another_key:
-            lines.append((_under_its_key(old[:-1], new[:-1]), 0))
+            lines.append((_under_its_key("".join(asked), "".join(stored)), 0))
         are_told = set(moved)
         missing = [key for key in missing if key not in are_told]
     names = sorted(unclaimed)[:_MOST_COMPARED]
@@ -114,6 +115,12 @@ def _lines_of_missing(missing: list[str], unclaimed: set[str]) -> tuple[list[tup
         close = difflib.get_close_matches(key, names, n=1, cutoff=0.75) if number < _MOST_LINES else []
         lines.append((f"{key}: {_MISSING}" + (f" (it has {close[0]})" if close else ""), 1))
     return lines, bool(missing) or not is_under_another_key
+
+
+def _without_common_end(asked: list[str], stored: list[str]) -> tuple[list[str], list[str]]:
+    while asked and stored and asked[-1] == stored[-1]:
+        asked, stored = asked[:-1], stored[:-1]
+    return asked, stored
 
 
 def _under_its_key(asked: str, stored: str) -> str:
