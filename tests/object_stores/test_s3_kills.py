@@ -283,7 +283,7 @@ def _error_of_save_in_process(place: str, value: float, proxy: S3Proxy) -> BaseE
         async_checkpointer_type=AsyncCheckpointerType.PROCESS,
     )
     assert isinstance(future, SaveFuture)
-    return future.exception(60)
+    return future.exception(300)  # a new writer process imports torch, which a busy machine does slowly
 
 
 # The server
