@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from holdfast import _consolidate_hf_safetensors as consolidation
-from holdfast._conversion import entry_stream
 from holdfast._consolidate_hf_safetensors import (
     consolidate_safetensors_files,
     consolidate_safetensors_files_on_every_rank,
 )
+from holdfast._conversion import entry_stream
 from holdfast._tensors.host import memory_of
 from holdfast.errors import IncompleteCheckpointError, UsageError
 
