@@ -2,18 +2,19 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from holdfast._contents.safetensors_manifest import ModelChunk
-from holdfast._conversion.entry_stream import PIECE, row_major_boxes
-from holdfast._conversion.sources import Source, open_target
+from holdfast._conversion.copy_planner import CopyPlanner
+from holdfast._conversion.entry_stream import EntryStream
+from holdfast._conversion.selection import select
+from holdfast._conversion.sources import open_target
 from holdfast._format.safetensors import StoredTensor
-from holdfast._geometry import Box, row_major_strides
+from holdfast._geometry import row_major_strides
 from holdfast._hf_utils import (
     DEFAULT_EXTRA_METADATA_KEY,
     DTYPE_KEY,
@@ -23,10 +24,10 @@ from holdfast._hf_utils import (
     _get_dtype,
 )
 from holdfast._plan.global_plan import describe
-from holdfast._storage.safetensors_writing import ChunkPlace
+from holdfast._storage.safetensors_writing import ChunkPlace, deal
 from holdfast.hf_storage import HuggingFaceStorageWriter
-from holdfast.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
-from holdfast.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from holdfast.metadata import Metadata, StorageMeta
+from holdfast.planner import SavePlan, WriteItem
 from holdfast.state_dict_saver import save
 
 __all__ = ["consolidate_safetensors_files", "consolidate_safetensors_files_on_every_rank"]
@@ -91,13 +92,12 @@ def _consolidate(
     save({}, storage_writer=writer, planner=planner, **options)
 
 
-class _JoiningPlanner(SavePlanner):
+class _JoiningPlanner(CopyPlanner):
     """Saves what safetensors files hold: the coordinator deals their boxes out, and ranks read their own."""
 
     def __init__(self, input_dir: str | os.PathLike[str], mapping: Mapping[str, Any] | None) -> None:
         self._input_dir = input_dir
         self._mapping = mapping
-        self._source: Source
         self._is_coordinator = False
 
     def set_up_planner(
@@ -106,54 +106,22 @@ class _JoiningPlanner(SavePlanner):
         storage_meta: StorageMeta | None = None,  # noqa: ARG002
         is_coordinator: bool = False,
     ) -> None:
-        self._source = open_target(self._input_dir, "safetensors")
+        source = open_target(self._input_dir, "safetensors")
+        taken = select(source, keys=None, rename=None, dtype=None, with_kept_values=True)
+        left = [key for key in taken.entries if self._mapping is not None and key not in self._mapping]
+        for key in left:
+            del taken.entries[key]
+        if left and is_coordinator:
+            logger.warning("left out, as fqn_to_index_mapping does not name them: %s", ", ".join(left[:8]))
+        super().__init__(EntryStream(source, taken), in_pieces=True)
         self._is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        if not self._is_coordinator:
-            return SavePlan([])
-        there = self._source.metadata.state_dict_metadata
-        left = [key for key in there if self._mapping is not None and key not in self._mapping]
-        if left:
-            logger.warning("left out, as fqn_to_index_mapping does not name them: %s", ", ".join(left[:8]))
-        wanted = there.keys() - set(left)
-        return SavePlan([item for key in there if key in wanted for item in self._items(key)])
-
-    def _items(self, key: str) -> Iterator[WriteItem]:
-        entry = self._source.tensor(key)
-        assert entry is not None
-        for number, stored in enumerate(entry.chunks):
-            whole = Box(tuple(stored.offsets), tuple(stored.sizes))
-            for box in row_major_boxes(whole, entry.properties.dtype.itemsize, PIECE):
-                chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths))
-                data = TensorWriteData(chunk, entry.properties, entry.size)
-                index = MetadataIndex(key, chunk.offsets, number)
-                yield WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+        return super().create_local_plan() if self._is_coordinator else SavePlan([])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         items = [item for plan in all_plans for item in plan.items]
-        return describe([SavePlan(part) for part in _deal(items, len(all_plans))])
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        assert write_item.tensor_data is not None
-        chunk = write_item.tensor_data.chunk
-        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-        (tensor,) = self._source.read_boxes([(write_item.index.fqn, box)])
-        return tensor
-
-
-def _deal(items: Sequence[WriteItem], count: int) -> list[list[WriteItem]]:
-    """Neighbours together, in ``count`` portions of about the same number of bytes."""
-    portions: list[list[WriteItem]] = [[] for _ in range(count)]
-    nbytes = [_nbytes(item) for item in items]
-    share, filled = max(1, sum(nbytes)) / count, 0
-    for item, size in zip(items, nbytes, strict=True):
-        portions[min(count - 1, int((filled + size / 2) / share))].append(item)
-        filled += size
-    return portions
+        return describe([SavePlan(part) for part in deal(items, list(map(_nbytes, items)), len(all_plans))])
 
 
 def _nbytes(item: WriteItem) -> int:

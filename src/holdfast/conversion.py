@@ -64,8 +64,8 @@ def convert(
 ) -> ConversionResult:
     """Convert a checkpoint into another format, from and to any place; called by one process.
 
-    The format of the source is found out. About 100 MiB are in memory at a time, whatever the size; about
-    300 MiB if torch wrote the source, or if it is compressed; values that are not tensors come on top. When
+    The format of the source is found out. About 100 MiB are in memory at a time, whatever the size; up to
+    450 MiB if torch wrote the source, or if it is compressed; values that are not tensors come on top. When
     this returns, the target is complete, on stable storage, and every byte of it was read back and compared
     with what was read of the source. When it raises, or is killed, what was at the target is still there,
     whole. If only the comparison at the end fails, the target is there: then do not use it. A file of

@@ -18,6 +18,7 @@ from holdfast._consolidate_hf_safetensors import (
     consolidate_safetensors_files,
     consolidate_safetensors_files_on_every_rank,
 )
+from holdfast._conversion import entry_stream
 from holdfast._tensors.host import memory_of
 from holdfast.errors import IncompleteCheckpointError, UsageError
 
@@ -44,7 +45,7 @@ def shards_of_two_ranks(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_parts_are_joined_without_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(consolidation, "PIECE", 100)
+    monkeypatch.setattr(entry_stream, "PIECE", 100)
     whole = shards_of_two_ranks(tmp_path)
     assert same(load(tmp_path, whole), whole)
     mapping = {key: 1 + number % 2 for number, key in enumerate(whole)}

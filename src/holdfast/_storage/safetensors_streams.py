@@ -12,14 +12,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from holdfast._geometry import Box, intersect
 from holdfast._io import pool
 from holdfast._io.blocks import crc32
-from holdfast._io.file_access import FileWriter, RangeWriter
 from holdfast._io.pool import Cancellation
 from holdfast._io.progress import ProgressTracker
 from holdfast._io.range_ring import RangeRing
@@ -112,54 +111,12 @@ class _EventsOnly(ProgressTracker):
         self._inner.note(event, count)
 
 
-class _Output(Protocol):
-    """Where an owner writes tensors, one slab after the other."""
-
-    path: str
-
-    def seek(self, offset: int) -> None:
-        """Begin a tensor that lies at an offset of the file."""
-
-    def write(self, view: memoryview) -> None:
-        """Write what follows."""
+Put = Callable[[int, memoryview], None]
+"""Writes bytes of a tensor at their place in a file; in the order of the file."""
 
 
-class _FromFront(_Output):
-    """A file that takes its tensors only in their order."""
-
-    def __init__(self, stream: FileWriter) -> None:
-        self.path = stream.path
-        self._stream = stream
-
-    def seek(self, offset: int) -> None:
-        assert offset == self._stream.position, "the plan has all tensors of the file, in their order"
-
-    def write(self, view: memoryview) -> None:
-        self._stream.write(view)
-
-
-class _AtPlaces(_Output):
-    """A file that other ranks write to as well."""
-
-    def __init__(self, ranges: RangeWriter, ring: RangeRing) -> None:
-        self.path = ranges.path
-        self._ranges, self._ring = ranges, ring
-        self._at = 0
-
-    def seek(self, offset: int) -> None:
-        self._at = offset
-
-    def write(self, view: memoryview) -> None:
-        self._ring.put(self._ranges, self._at, view, _sum_nothing)
-        self._at += len(view)
-
-
-def _count_nothing(nbytes: int) -> None:
-    """Each rank counts the bytes of its own plan."""
-
-
-def _sum_nothing(offset: int, copy: memoryview) -> None:
-    """The owner sums slabs itself."""
+def _ignore(*_: Any) -> None:
+    """Each rank counts the bytes of its own plan, and the owner sums slabs itself."""
 
 
 class _Owner:
@@ -183,10 +140,9 @@ class _Owner:
             self._slab, self._scratch = (torch.empty(SLAB, dtype=torch.uint8) for _ in range(2))
         told: dict[int, dict[str, bytes]] = {rank: {} for rank in (*self._incoming, self._rank)}
         for file in sorted(files, key=lambda file: file.name):
-            with self._open(file) as output:
+            with self._open(file) as put:
                 for tensor in file.tensors:
-                    output.seek(tensor.begin)
-                    sums = self._write_tensor(output, tensor)
+                    sums = self._write_tensor(put, tensor, f"{self._store.url}/{file.name}")
                     # A plan that does not have all of a tensor is refused later.
                     if tensor.chunks and not any(tensor.chunks[0].box.offsets):
                         told[tensor.chunks[0].rank][tensor.key] = sums
@@ -195,27 +151,32 @@ class _Owner:
         return told[self._rank]
 
     @contextmanager
-    def _open(self, file: OwnedFile) -> Iterator["_Output"]:
+    def _open(self, file: OwnedFile) -> Iterator[Put]:
         """A file, new with its header, or one that is there: on stable storage when the block ends."""
         if file.header is None:
-            with self._store.open_ranges(file.name) as ranges, RangeRing(_count_nothing) as ring:
-                yield _AtPlaces(ranges, ring)
+            with self._store.open_ranges(file.name) as ranges, RangeRing(_ignore) as ring:
+                yield lambda at, view: ring.put(ranges, at, view, _ignore)
         else:
             with self._store.create(file.name, nbytes_hint=file.nbytes) as stream:
                 stream.progress = _EventsOnly(self._own.progress)
                 stream.write(file.header)
-                yield _FromFront(stream)
 
-    def _write_tensor(self, output: "_Output", tensor: OwnedTensor) -> bytes:
+                def append(at: int, view: memoryview) -> None:
+                    assert at == stream.position, "the plan has all tensors of the file, in their order"
+                    stream.write(view)
+
+                yield append
+
+    def _write_tensor(self, put: Put, tensor: OwnedTensor, path: str) -> bytes:
         dtype: torch.dtype = getattr(torch, tensor.dtype)
         nbytes = math.prod(tensor.shape) * dtype.itemsize
         sums, at = RangeSums(nbytes, 0, nbytes - 1), 0
         is_mine = any(chunk.rank == self._rank for chunk in tensor.chunks)
         values = self._own.values(tensor.key) if is_mine else None
         for slab in slabs(tensor.shape, dtype.itemsize):
-            filled = self._fill(slab, tensor, dtype, values, output.path)
+            filled = self._fill(slab, tensor, dtype, values, path)
             sums.add(at, filled)
-            output.write(filled)
+            put(tensor.begin + at, filled)
             at += len(filled)
         return sums.sums.tobytes()
 

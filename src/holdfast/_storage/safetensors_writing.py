@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -22,6 +22,8 @@ from holdfast._tensors.host import host_pieces
 from holdfast.errors import InvalidPlanError, UsageError
 from holdfast.planner import SavePlan, SavePlanner, WriteItem
 from holdfast.storage import WriteResult
+
+T = TypeVar("T")
 
 _RING = RANGE_BUFFERS * BUFFER_NBYTES
 _SMALLEST_COPY, _LARGEST_COPY = 1 << 20, 16 << 20
@@ -140,7 +142,8 @@ def write_chunks(
                 results.append(_write_line(line, files[line.file], name, planner, ring, copy_at_once))
         return results
 
-    jobs = [partial(write, portion) for portion in _deal(lines, threads)]
+    portions = deal(lines, [line.nbytes for line in lines], threads)
+    jobs = [partial(write, portion) for portion in portions if portion]
     written = pool.run(jobs, threads=threads, cancellation=cancellation)
     return [result for results in written for result in results]
 
@@ -213,14 +216,11 @@ def cast_pieces(tensor: torch.Tensor, dtype: torch.dtype, max_bytes: int) -> Ite
             yield from cast_pieces(part[0] if rows == 1 else part, dtype, max_bytes)
 
 
-def _deal(lines: Sequence[_Line], count: int) -> list[Sequence[_Line]]:
-    """Neighbours together, in portions of about the same number of bytes; none is empty."""
-    portions: list[list[_Line]] = []
-    share = sum(line.nbytes for line in lines) / count
-    filled = 0.0
-    for line in lines:
-        if not portions or filled >= share * len(portions):
-            portions.append([])
-        portions[-1].append(line)
-        filled += line.nbytes
-    return list(portions)
+def deal(items: Sequence[T], sizes: Sequence[int], count: int) -> list[list[T]]:
+    """Neighbours together, in ``count`` portions of about the same number of bytes; some may be empty."""
+    portions: list[list[T]] = [[] for _ in range(count)]
+    share, filled = max(1, sum(sizes)) / count, 0
+    for item, size in zip(items, sizes, strict=True):
+        portions[min(count - 1, int((filled + size / 2) / share))].append(item)
+        filled += size
+    return portions
