@@ -10,17 +10,23 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.hf.model_files import export, load, model_files, same
 from tests.support.checkpoints import contents, put_back
 from tests.support.kills import run_and_kill
 from tests.support.sweeps import sweep
+
+import holdfast as dcp
+from holdfast._format.safetensors_index import is_shard
+from holdfast._storage.safetensors_layout import ExportOptions
 
 pytestmark = pytest.mark.one_core
 
 INDEXED: dict[str, Any] = {}
 SHARDS = {"max_shard_size": "1KB"}
 LONE = {"max_shard_size": "1GB"}
+ONE_SHARD = {"as_shard": True}
+TORCH_SHARDS = {"of_torch": True}
 OTHER_NAMES = {"fqn_to_index_mapping": {"a": 1, "b": 3, "c": 3}}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "the same shards": (SHARDS, SHARDS),
@@ -29,6 +35,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one file to shards": (LONE, SHARDS),
     "shards to one file": (SHARDS, LONE),
     "shards to other shards": (SHARDS, OTHER_NAMES),
+    "a shard to a shard": (ONE_SHARD, ONE_SHARD),
+    "shards of torch to a shard": (TORCH_SHARDS, ONE_SHARD),
+    "shards of torch to one file with an index": (TORCH_SHARDS, INDEXED),
+    "one file with an index to a shard": (INDEXED, ONE_SHARD),
 }
 
 
@@ -88,7 +98,30 @@ def _state(seed: int) -> dict[str, torch.Tensor]:
     return {key: torch.randn(10, 20, generator=generator) for key in "abc"}
 
 
+def _save(state: dict[str, torch.Tensor], folder: str, options: dict[str, Any]) -> None:
+    if options is TORCH_SHARDS:
+        _save_as_torch_does(state, folder)
+    elif options is ONE_SHARD:
+        writer = dcp.HuggingFaceStorageWriter(folder)
+        writer.options = ExportOptions(as_shard=True)
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    else:
+        export(state, folder, **options)
+
+
+def _save_as_torch_does(state: dict[str, torch.Tensor], folder: str) -> None:
+    """Two shards, each with half of the rows, as two ranks write them."""
+    os.makedirs(folder, exist_ok=True)
+    for number, begin in ((1, 0), (2, 5)):
+        rows = {key: value[begin : begin + 5].clone() for key, value in state.items()}
+        offsets = {key: {"saved_offsets": [begin, 0]} for key in state}
+        name = f"{folder}/shard-{number:05}-model-00001-of-00001.safetensors"
+        save_file(rows, name, {"DCP_SHARDING_INFO": json.dumps(offsets)})
+
+
 def _load_as_transformers_does(folder: str) -> dict[str, torch.Tensor]:
+    if any(map(is_shard, os.listdir(folder))):
+        return load(folder, _state(1))  # it calls torch, and that leads to ours
     if os.path.exists(f"{folder}/model.safetensors"):
         return load_file(f"{folder}/model.safetensors")
     weight_map = json.loads(Path(folder, "model.safetensors.index.json").read_text())["weight_map"]
@@ -104,18 +137,18 @@ def _main(folder: str, case: str, stride: int) -> None:
     def which(found: dict[str, torch.Tensor]) -> str:
         return "old" if same(found, old) else "new" if same(found, new) else "a mix"
 
-    export(later, f"{folder}-clean", **after)
+    _save(later, f"{folder}-clean", after)
     expected = model_files(f"{folder}-clean")
-    export(old, folder, **before)
+    _save(old, folder, before)
     content = contents(folder)
     kills: list[Kill] = []
     for number in itertools.count(1, stride):
         put_back(folder, content)
-        point = run_and_kill(lambda: export(new, folder, **after), number)
+        point = run_and_kill(lambda: _save(new, folder, after), number)
         if point is None:
             break
         found = which(load(folder, old)), which(_load_as_transformers_does(folder))
-        export(later, folder, **after)
+        _save(later, folder, after)
         assert same(load(folder, later), later), f"the save after a kill {point} is not whole"
         kills.append(Kill(point, *found, sorted(set(model_files(folder)) ^ set(expected))))
     sys.stdout.write(json.dumps(kills))
