@@ -23,7 +23,16 @@ from benchmarks.sides import Side, both_sides
 from benchmarks.states import Tensors
 from benchmarks.turns import drop_caches, read_through, seconds_of
 
-__all__ = ["by_the_first", "check_held", "held_by_rank", "local_part", "measure", "slowest_of"]
+__all__ = [
+    "by_the_first",
+    "check_held",
+    "finish",
+    "held_by_rank",
+    "local_part",
+    "measure",
+    "say_for",
+    "slowest_of",
+]
 
 _DIMENSIONS: dict[Layout, int] = {"rows": 0, "columns": 1}
 
@@ -122,18 +131,22 @@ def _bytes_from_disk() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
 
 
+def say_for(name: str) -> Callable[[str], None]:
+    """What prints lines of progress of a case; those of the first rank only."""
+    is_first = dist.get_rank() == 0
+    return lambda line: print(f"  {name}: {line}", file=sys.stderr, flush=True) if is_first else None
+
+
+def finish(samples: Samples, output: str) -> None:
+    """Let the first rank write the samples, and leave the group together."""
+    by_the_first(lambda: Path(output).write_text(json.dumps(samples), encoding="ascii"))
+    dist.destroy_process_group()
+
+
 def _main(name: str, scale: str, rounds: str, folder: str, rank: str, output: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=RANKS)
-
-    def say(line: str) -> None:
-        if rank == "0":
-            print(f"  {name}: {line}", file=sys.stderr, flush=True)
-
-    samples = measure(rank_contents(float(scale))[name], Job(Path(folder), int(rounds), say))
-    if rank == "0":
-        Path(output).write_text(json.dumps(samples), encoding="ascii")
-    dist.barrier()
-    dist.destroy_process_group()
+    job = Job(Path(folder), int(rounds), say_for(name))
+    finish(measure(rank_contents(float(scale))[name], job), output)
 
 
 if __name__ == "__main__":
