@@ -5,7 +5,6 @@ to OUTPUT, as JSON. One process is both sides: ``install()`` and ``uninstall()``
 """
 
 import importlib
-import json
 import os
 import shutil
 import sys
@@ -20,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
-from benchmarks.case import SIDES, Samples, interleave
-from benchmarks.rank import by_the_first, slowest_of
+from benchmarks.case import SIDES, Job, Samples, interleave
+from benchmarks.rank import by_the_first, finish, say_for, slowest_of
 from benchmarks.ranks import RANKS
 from benchmarks.states import MIB
 from benchmarks.turns import read_through
@@ -162,19 +161,19 @@ _FRAMEWORKS = {
 }
 
 
-def measure(framework: Framework, folder: Path, *, rounds: int, say: Callable[[str], None]) -> Samples:
+def measure(framework: Framework, job: Job) -> Samples:
     """What this rank measures; all ranks call it at once. The first round warms both sides up."""
 
     def act(side: str) -> dict[str, float]:
         (holdfast.install if side == SIDES[0] else holdfast.uninstall)()
-        place = folder / side
+        place = job.folder / side
         by_the_first(lambda: shutil.rmtree(place, ignore_errors=True))
         saved = slowest_of(lambda: framework.save(place))
         assert bool([*place.rglob("*-*.distcp"), *place.rglob(".holdfast*")]) == (side == SIDES[0]), side
         by_the_first(lambda: read_through(place))
         return {"save": saved, "load": slowest_of(lambda: framework.load(place))}
 
-    found = interleave(SIDES, act, rounds=rounds + 1, name_of=str, say=say)
+    found = interleave(SIDES, act, rounds=job.rounds + 1, name_of=str, say=job.say)
     return {name: {side: taken[1:] for side, taken in sides.items()} for name, sides in found.items()}
 
 
@@ -182,17 +181,8 @@ def _main(name: str, nbytes: str, rounds: str, folder: str, rank: str, output: s
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getppid() % 20000)}
     os.environ.update(place, RANK=rank, LOCAL_RANK=rank, GROUP_RANK="0", TORCHELASTIC_RUN_ID="bench")
     os.environ.update(WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
-
-    def say(line: str) -> None:
-        if rank == "0":
-            print(f"  {name}: {line}", file=sys.stderr, flush=True)
-
     framework = _FRAMEWORKS[name](int(nbytes))
-    samples = measure(framework, Path(folder), rounds=int(rounds), say=say)
-    if rank == "0":
-        Path(output).write_text(json.dumps(samples), encoding="ascii")
-    dist.barrier()
-    dist.destroy_process_group()
+    finish(measure(framework, Job(Path(folder), int(rounds), say_for(name))), output)
 
 
 if __name__ == "__main__":

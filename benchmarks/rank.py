@@ -28,10 +28,12 @@ __all__ = [
     "by_the_first",
     "bytes_counted",
     "check_held",
+    "finish",
     "held_by_rank",
     "local_part",
     "measure",
     "run_as_rank",
+    "say_for",
     "slowest_of",
 ]
 
@@ -133,22 +135,25 @@ def bytes_counted(name: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
+def say_for(name: str) -> Callable[[str], None]:
+    """What prints lines of progress of a case; those of the first rank only."""
+    is_first = dist.get_rank() == 0
+    return lambda line: print(f"  {name}: {line}", file=sys.stderr, flush=True) if is_first else None
+
+
+def finish(samples: Samples, output: str) -> None:
+    """Let the first rank write the samples, and leave the group together."""
+    by_the_first(lambda: Path(output).write_text(json.dumps(samples), encoding="ascii"))
+    dist.destroy_process_group()
+
+
 def run_as_rank(
     measure: Callable[[Job], Samples], name: str, rounds: str, folder: str, rank: str, output: str
 ) -> None:
     """Be one rank of a case; rank 0 writes the samples to ``output``."""
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=RANKS)
-
-    def say(line: str) -> None:
-        if rank == "0":
-            print(f"  {name}: {line}", file=sys.stderr, flush=True)
-
-    samples = measure(Job(Path(folder), int(rounds), say))
-    if rank == "0":
-        Path(output).write_text(json.dumps(samples), encoding="ascii")
-    dist.barrier()
-    dist.destroy_process_group()
+    finish(measure(Job(Path(folder), int(rounds), say_for(name))), output)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,15 @@ class Installed:
     strangers: dict[str, str] = field(default_factory=dict)
     options: InstallOptions | None = None
 
+    def __str__(self) -> str:
+        """The same for people to read, a line for each thing."""
+        if not self.active:
+            return "holdfast is not installed"
+        lines = ["holdfast is installed", *(f"  replaced: {name}" for name in self.replaced)]
+        for what, reasons in (("left alone", self.left_alone), ("used as it is", self.strangers)):
+            lines += [f"  {what}: {name}: {why}" for name, why in reasons.items()]
+        return "\n".join(lines)
+
 
 def install(
     *,

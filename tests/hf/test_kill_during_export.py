@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.hf.model_files import export, load, model_files, same
 from tests.support.checkpoints import contents, put_back
 from tests.support.kills import run_and_kill
@@ -21,6 +21,8 @@ from tests.support.sweeps import sweep
 from typing_extensions import override
 
 import holdfast as dcp
+from holdfast._format.safetensors_index import is_shard
+from holdfast._storage.safetensors_layout import ExportOptions
 from holdfast.filesystem import FileSystem
 
 pytestmark = pytest.mark.one_core
@@ -28,6 +30,8 @@ pytestmark = pytest.mark.one_core
 INDEXED: dict[str, Any] = {}
 SHARDS = {"max_shard_size": "1KB"}
 LONE = {"max_shard_size": "1GB"}
+ONE_SHARD = {"as_shard": True}
+TORCH_SHARDS = {"of_torch": True}
 OTHER_NAMES = {"fqn_to_index_mapping": {"a": 1, "b": 3, "c": 3}}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "the same shards": (SHARDS, SHARDS),
@@ -36,6 +40,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one file to shards": (LONE, SHARDS),
     "shards to one file": (SHARDS, LONE),
     "shards to other shards": (SHARDS, OTHER_NAMES),
+    "a shard to a shard": (ONE_SHARD, ONE_SHARD),
+    "shards of torch to a shard": (TORCH_SHARDS, ONE_SHARD),
+    "shards of torch to one file with an index": (TORCH_SHARDS, INDEXED),
+    "one file with an index to a shard": (INDEXED, ONE_SHARD),
 }
 
 
@@ -108,7 +116,30 @@ def _state(seed: int) -> dict[str, torch.Tensor]:
     return {key: torch.randn(10, 20, generator=generator) for key in "abc"}
 
 
+def _save(state: dict[str, torch.Tensor], folder: str, options: dict[str, Any]) -> None:
+    if options is TORCH_SHARDS:
+        _save_as_torch_does(state, folder)
+    elif options is ONE_SHARD:
+        writer = dcp.HuggingFaceStorageWriter(folder)
+        writer.options = ExportOptions(as_shard=True)
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    else:
+        export(state, folder, **options)
+
+
+def _save_as_torch_does(state: dict[str, torch.Tensor], folder: str) -> None:
+    """Two shards, each with half of the rows, as two ranks write them."""
+    os.makedirs(folder, exist_ok=True)
+    for number, begin in ((1, 0), (2, 5)):
+        rows = {key: value[begin : begin + 5].clone() for key, value in state.items()}
+        offsets = {key: {"saved_offsets": [begin, 0]} for key in state}
+        name = f"{folder}/shard-{number:05}-model-00001-of-00001.safetensors"
+        save_file(rows, name, {"DCP_SHARDING_INFO": json.dumps(offsets)})
+
+
 def _load_as_transformers_does(folder: str) -> dict[str, torch.Tensor]:
+    if any(map(is_shard, os.listdir(folder))):
+        return load(folder, _state(1))  # it calls torch, and that leads to ours
     if os.path.exists(f"{folder}/model.safetensors"):
         return load_file(f"{folder}/model.safetensors")
     weight_map = json.loads(Path(folder, "model.safetensors.index.json").read_text())["weight_map"]
@@ -147,7 +178,7 @@ class _OneWay(io.RawIOBase):
             os.close(self._descriptor)
 
 
-def _streamed(state: dict[str, torch.Tensor], folder: str, **options: Any) -> None:
+def _streamed(state: dict[str, torch.Tensor], folder: str, options: dict[str, Any]) -> None:
     writer = dcp.HuggingFaceStorageWriter(folder, **options)
     writer.fs = StreamedFiles()
     dcp.save(state, storage_writer=writer)
@@ -157,24 +188,24 @@ def _main(folder: str, case: str, stride: int, streamed: bool) -> None:
     torch.set_num_threads(1)
     before, after = CASES[case]
     old, new, later = map(_state, (1, 2, 3))
-    save = _streamed if streamed else export
+    save = _streamed if streamed else _save
 
     def which(found: dict[str, torch.Tensor]) -> str:
         return "old" if same(found, old) else "new" if same(found, new) else "a mix"
 
-    save(later, f"{folder}-clean", **after)
+    save(later, f"{folder}-clean", after)
     expected = model_files(f"{folder}-clean")
-    save(old, folder, **before)
+    save(old, folder, before)
     content = contents(folder)
     kills: list[Kill] = []
     for number in itertools.count(1, stride):
         put_back(folder, content)
-        point = run_and_kill(lambda: save(new, folder, **after), number)
+        point = run_and_kill(lambda: save(new, folder, after), number)
         if point is None:
             break
         # Streamed files keep the names that carry their save, and a lone one then has an index.
         found = which(load(folder, old)), "" if streamed else which(_load_as_transformers_does(folder))
-        save(later, folder, **after)
+        save(later, folder, after)
         assert same(load(folder, later), later), f"the save after a kill {point} is not whole"
         left = model_files(folder)
         stale = [] if streamed and len(left) <= len(expected) + 1 else sorted(set(left) ^ set(expected))

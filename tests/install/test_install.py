@@ -267,6 +267,12 @@ def test_a_subclass_stays_a_strangers_plugin_and_is_named(tmp_path: Path) -> Non
     [(name, why)] = holdfast.installed().strangers.items()
     assert name.endswith("ShoutingWriter")
     assert "write_data" in why
+    shown = str(holdfast.installed()).splitlines()
+    assert shown[0] == "holdfast is installed"
+    assert "  replaced: torch.distributed.checkpoint.save" in shown
+    assert shown[-1] == f"  used as it is: {name}: {why}"
+    holdfast.uninstall()
+    assert str(holdfast.installed()) == "holdfast is not installed"
 
 
 def delegate(name: str) -> Any:

@@ -29,6 +29,7 @@ from holdfast._format.safetensors_index import (
     find_index,
     missing_numbers,
     parse_index,
+    save_in_name,
     save_of_temporary,
 )
 from holdfast._geometry import Box, check_cover
@@ -104,6 +105,8 @@ def find_model_files(store: FileSource) -> tuple[dict[str, str] | None, list[str
     found = sorted(name for name in there if name.endswith(SUFFIX) and not save_of_temporary(name))
     if not found:
         raise _nothing_found(store, there)
+    # Files that are named after a save belong to no model but by an index: the save was killed.
+    found = [name for name in found if save_in_name(name) is None] or found
     if LONE in found:
         _warn_of_others(store, [name for name in found if name != LONE])
         return None, [LONE]

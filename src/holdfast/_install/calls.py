@@ -35,8 +35,7 @@ class Calls:
 
     def __init__(self, options: InstallOptions) -> None:
         self.options = options
-        self.translator = Translator()
-        self.translator.options = options
+        self.translator = Translator(options)
 
     def call(self, function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Call ``function``, which stands for torch's of that name, and return what torch's would return."""

@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from holdfast._fsspec_filesystem import FsspecReader, FsspecWriter
@@ -51,13 +52,15 @@ class _Untranslatable(Exception):  # noqa: N818 - a reason, not an error
 class Translator:
     """Translates, and gives the same object of ours for the same object of torch's as long as it lives.
 
-    Attributes:
+    Args:
         options: The options that our objects get, besides the settings of torch's.
+
+    Attributes:
         strangers: The classes that were not translated, each with the reason.
     """
 
-    def __init__(self) -> None:
-        self.options = InstallOptions()
+    def __init__(self, options: InstallOptions) -> None:
+        self.options = options
         self.strangers: dict[str, str] = {}
         self._known: weakref.WeakKeyDictionary[Any, tuple[Recipe, Any]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
@@ -172,7 +175,7 @@ def _place(storage: Any) -> tuple[str, dict[str, Any]]:
     return storage.path, {"fs": fs, "path": storage.path}
 
 
-def _writer(kind: Callable[..., Any], writer: Any, *, may_cache: bool = True) -> Recipe:
+def _writer(kind: Callable[..., Any], writer: Any, _: InstallOptions) -> Recipe:
     form = _setting(writer, "serialization_format")
     if form is not None and form.name != "TORCH_SAVE":
         raise _Untranslatable(f"it writes {form.name}, which ours does not")
@@ -186,17 +189,9 @@ def _writer(kind: Callable[..., Any], writer: Any, *, may_cache: bool = True) ->
         "overwrite": _setting(writer, "overwrite", default=True),
         "_extensions": tuple(_setting(_setting(writer, "transforms"), "extensions", default=())),
     }
-    if may_cache:
+    if kind is FileSystemWriter:
         arguments["cache_staged_state_dict"] = _setting(writer, "cache_staged_state_dict", default=False)
     return Recipe(kind, arguments, attributes)
-
-
-def _file_system_writer(writer: Any, _: InstallOptions) -> Recipe:
-    return _writer(FileSystemWriter, writer)
-
-
-def _fsspec_writer(writer: Any, _: InstallOptions) -> Recipe:
-    return _writer(FsspecWriter, writer, may_cache=False)
 
 
 def _hf_writer(writer: Any, _: InstallOptions) -> Recipe:
@@ -255,27 +250,12 @@ def _has_own_metadata(reader: Any) -> bool:
     return base is not None and type(reader).read_metadata is not base.read_metadata  # type: ignore[attr-defined]
 
 
-def _file_system_reader(reader: Any, options: InstallOptions) -> Recipe:
-    return _reader(FileSystemReader, reader, options)
-
-
-def _fsspec_reader(reader: Any, options: InstallOptions) -> Recipe:
-    return _reader(FsspecReader, reader, options)
-
-
-def _hf_reader(reader: Any, _: InstallOptions) -> Recipe:
-    return _model_reader(HuggingFaceStorageReader, reader)
-
-
-def _quantized_reader(reader: Any, _: InstallOptions) -> Recipe:
-    return _model_reader(QuantizedHuggingFaceStorageReader, reader, "target_dtype", "block_size")
-
-
-def _model_reader(kind: Callable[..., Any], reader: Any, *names: str) -> Recipe:
+def _model_reader(kind: Callable[..., Any], reader: Any, _: InstallOptions) -> Recipe:
     if _has_own_metadata(reader):
         raise _Untranslatable("it has a read_metadata of its own, and works as a plugin")
     path, attributes = _place(reader)
-    arguments = {name: getattr(reader, name) for name in ("thread_count", *names) if hasattr(reader, name)}
+    names = ("thread_count", "target_dtype", "block_size")
+    arguments = {name: getattr(reader, name) for name in names if hasattr(reader, name)}
     return Recipe(kind, {"path": path, **arguments}, attributes)
 
 
@@ -289,23 +269,16 @@ def _save_planner(planner: Any, options: InstallOptions) -> Recipe:
     return Recipe(DefaultSavePlanner, {**arguments, **options.for_save_planner()}, {})
 
 
-def _load_planner(planner: Any, options: InstallOptions) -> Recipe:
-    return Recipe(DefaultLoadPlanner, _load_settings(planner, options), {})
-
-
-def _empty_state_planner(planner: Any, options: InstallOptions) -> Recipe:
-    keys = planner.keys
-    chosen = None if keys is None else frozenset(keys)
-    return Recipe(EmptyStateDictLoadPlanner, {"keys": chosen, **_load_settings(planner, options)}, {})
-
-
-def _load_settings(planner: Any, options: InstallOptions) -> dict[str, Any]:
-    return {
+def _load_planner(kind: Callable[..., Any], planner: Any, options: InstallOptions) -> Recipe:
+    arguments = {
         "flatten_state_dict": planner.flatten_state_dict,
         "flatten_sharded_tensors": planner.flatten_sharded_tensors,
         "allow_partial_load": _setting(planner, "allow_partial_load", default=False),
         **options.for_load_planner(),
     }
+    if kind is EmptyStateDictLoadPlanner:
+        arguments["keys"] = None if planner.keys is None else frozenset(planner.keys)
+    return Recipe(kind, arguments, {})
 
 
 def _default_stager(stager: Any, _: InstallOptions) -> Recipe:
@@ -326,16 +299,18 @@ def _blocking_stager(stager: Any, _: InstallOptions) -> Recipe:
 
 
 _RECIPES: dict[str, Callable[[Any, InstallOptions], Recipe]] = {
-    "filesystem.FileSystemWriter": _file_system_writer,
-    "filesystem.FileSystemReader": _file_system_reader,
-    "_fsspec_filesystem.FsspecWriter": _fsspec_writer,
-    "_fsspec_filesystem.FsspecReader": _fsspec_reader,
+    "filesystem.FileSystemWriter": partial(_writer, FileSystemWriter),
+    "filesystem.FileSystemReader": partial(_reader, FileSystemReader),
+    "_fsspec_filesystem.FsspecWriter": partial(_writer, FsspecWriter),
+    "_fsspec_filesystem.FsspecReader": partial(_reader, FsspecReader),
     "hf_storage.HuggingFaceStorageWriter": _hf_writer,
-    "hf_storage.HuggingFaceStorageReader": _hf_reader,
-    "quantized_hf_storage.QuantizedHuggingFaceStorageReader": _quantized_reader,
+    "hf_storage.HuggingFaceStorageReader": partial(_model_reader, HuggingFaceStorageReader),
+    "quantized_hf_storage.QuantizedHuggingFaceStorageReader": partial(
+        _model_reader, QuantizedHuggingFaceStorageReader
+    ),
     "default_planner.DefaultSavePlanner": _save_planner,
-    "default_planner.DefaultLoadPlanner": _load_planner,
-    "default_planner._EmptyStateDictLoadPlanner": _empty_state_planner,
+    "default_planner.DefaultLoadPlanner": partial(_load_planner, DefaultLoadPlanner),
+    "default_planner._EmptyStateDictLoadPlanner": partial(_load_planner, EmptyStateDictLoadPlanner),
     "staging.DefaultStager": _default_stager,
     "staging.BlockingAsyncStager": _blocking_stager,
 }

@@ -6,11 +6,13 @@ first shard. Files are written under temporary names, and then:
 
 1. A lone ``model.safetensors``, in a folder without an index: one rename is the commit. So it is for a lone
    shard, unless the folder has other shards or a ``model.safetensors``.
-2. If no file has one of the new names: the files get them, then the index is replaced, which is the commit.
+2. If no file has one of the new names, and there are no shards: the files get them, then the index is
+   replaced, which is the commit.
 3. If names are taken, by the model that is there or by anything else: the files get names that carry the
    save, and the index is replaced, which is the commit. The old files are removed. Then each file gets its
    usual name as a second name, the index is replaced by one with these, and the first names are removed.
-   Where there are no hard links, the names that carry the save stay.
+   At last the index is removed, if a lone file needs none. Where there are no hard links, the names that
+   carry the save stay.
 
 A kill at any instant leaves an index whose files are all there, and all of one save.
 """
@@ -138,7 +140,7 @@ class ModelCommit:
             if not is_lone or self.names.keys() != set(self.names.values()):
                 self._put_index()
             return True
-        is_tidy = there.isdisjoint(usual)
+        is_tidy = there.isdisjoint(usual) and not any(map(is_shard, there))
         if is_lone:
             is_tidy = INDEX not in there and replaced.issubset(usual)
         self.names = {name: name if is_tidy else name_after_save(name, self.save_id) for name in usual}
@@ -163,12 +165,11 @@ class ModelCommit:
             return
         self.store.sync()
         first, self.names = self.names, {usual: usual for usual in self.names}
-        if self.layout.has_index:
-            self._put_index()
-        else:
+        self._put_index()
+        self.store.delete(first.values())
+        if not self.layout.has_index:
             self.store.delete([INDEX])
             self.store.sync()
-        self.store.delete(first.values())
 
 
 def names_there(store: ByteStore, layout: ModelLayout) -> set[str]:
