@@ -9,6 +9,7 @@ __all__ = ["rate_text", "seconds_text", "shape_text", "size_text", "some_of"]
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
+@lru_cache(maxsize=4096)
 def size_text(nbytes: int | None) -> str:
     """A size for people; ``?`` for one that is not known."""
     if nbytes is None:

@@ -174,7 +174,7 @@ def parse_header(data: bytes | bytearray, file_nbytes: int, *, path: str) -> Hea
         if not _has_no_more_strings(text, entries):
             refuse_doubles(text)
         attributes = msgspec.convert(entries.pop(ATTRIBUTES, {}), dict[str, str])
-        found = [(key, msgspec.convert(entry, _Entry)) for key, entry in entries.items()]
+        found = list(msgspec.convert(entries, dict[str, _Entry]).items())
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _damaged(path, str(error)) from error
     found.sort(key=lambda pair: pair[1].data_offsets)

@@ -59,8 +59,8 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Iterable[int] = (), widest:
     """
     if not rows:
         return []
-    lengths = [[len(cell) for cell in column] for column in zip(*rows, strict=True)]
-    widths = [max([n for n in column if n <= widest], default=widest) for column in lengths]
+    lengths = [set(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [max([n for n in found if n <= widest], default=widest) for found in lengths]
     flush = set(right)
     form = "  ".join(f"{{:{'>' if at in flush else '<'}{width}}}" for at, width in enumerate(widths))
     return [form.format(*row).rstrip() for row in rows]
