@@ -1,5 +1,6 @@
 """The files of a load, each open only while jobs on it are left: a checkpoint may have 100,000 of them."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 
@@ -7,6 +8,15 @@ from holdfast._format.item_table import Payload
 from holdfast._io.file_access import FileReader
 from holdfast._io.progress import STRIDE, ProgressTracker
 from holdfast._io.store import FileSource
+from holdfast.errors import AccessDeniedError
+
+
+def sizes_of_files(store: FileSource) -> dict[str, int]:
+    """The size of every file, if the store tells them all at once. If not, each file must be asked for."""
+    if store.traits.lists_sizes:
+        with contextlib.suppress(AccessDeniedError):
+            return store.list()
+    return {}
 
 
 class SharedFile:

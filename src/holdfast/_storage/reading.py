@@ -1,6 +1,5 @@
 """Owns reading a checkpoint from a ByteStore: its metadata, and all that a plan asks for."""
 
-import contextlib
 import io
 import sys
 from collections.abc import Callable
@@ -22,13 +21,12 @@ from holdfast._storage.destinations import PlannerCalls
 from holdfast._storage.item_reader import Chunk, ItemReader, ReadContext
 from holdfast._storage.joined_ranges import join_neighbours
 from holdfast._storage.metadata_reading import load_metadata
-from holdfast._storage.open_files import SharedFile
+from holdfast._storage.open_files import SharedFile, sizes_of_files
 from holdfast._storage.own_parts import join_parts
 from holdfast._storage.read_requests import FileRequest, chunk_of, sort_by_file
 from holdfast._storage.small_reads import SmallTensors, is_small, small_tensor_jobs
 from holdfast._storage.tensor_reader import tensor_jobs
 from holdfast.errors import (
-    AccessDeniedError,
     CheckpointNotFoundError,
     IncompleteCheckpointError,
     TruncatedFileError,
@@ -151,10 +149,7 @@ def read_items(
 
 def _check_sizes(store: FileSource, requests: dict[str, FileRequest]) -> None:
     """Raise unless every file is there, and as long as what is needed of it."""
-    sizes: dict[str, int] = {}
-    if store.traits.lists_sizes:
-        with contextlib.suppress(AccessDeniedError):  # then each file is asked for
-            sizes = store.list()
+    sizes = sizes_of_files(store)
     for name, request in requests.items():
         (key, end), path = request.last, f"{store.url}/{name}"
         size = sizes.get(name)

@@ -1,6 +1,5 @@
 """Carrying out a load plan together with other ranks, so that what several of them need is read once."""
 
-import contextlib
 import hashlib
 import math
 from array import array
@@ -16,10 +15,10 @@ from holdfast._ranks.exchange import Exchange
 from holdfast._storage.broadcast_source import BroadcastSource
 from holdfast._storage.common_lines import Group, Offer, find_groups
 from holdfast._storage.item_places import ItemPlaces, places_of
+from holdfast._storage.open_files import sizes_of_files
 from holdfast._storage.read_requests import columns_in
 from holdfast._storage.whole_rows import is_read_whole, whole_rows
 from holdfast._tensors.chunks import is_tensor, local_parts
-from holdfast.errors import AccessDeniedError
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner
 
@@ -191,10 +190,7 @@ def _read_all(
     ordered = [(members, names.in_order(memoryview(lines).cast("q"))) for members, lines in groups]
     common = {number for _, numbers in ordered for number in numbers}
     own = [number for number in range(len(names.columns)) if number not in common]
-    sizes: dict[str, int] = {}
-    if store.traits.lists_sizes:
-        with contextlib.suppress(AccessDeniedError):  # then each file is asked for
-            sizes = store.list()
+    sizes = sizes_of_files(store)
     for objects in (True, False):
         if some := names.of_kind(own, objects=objects):
             read(own_store, names.plan(some), None)
