@@ -237,7 +237,7 @@ def test_a_package_that_fsspec_lacks_is_named(capsys: pytest.CaptureFixture[str]
     )
     with pytest.raises(UsageError, match=r"lacking://run.*Install no_such_package"):
         hf.save(state(1.0), checkpoint_id="lacking://run")
-    assert main(["ls", "lacking://run"]) == 3
+    assert main(["ls", "lacking://run"]) == 2
     assert "no_such_package" in capsys.readouterr().err
 
 

@@ -72,7 +72,7 @@ def test_a_scheme_that_nobody_entered_is_refused_and_the_known_ones_are_named(
 ) -> None:
     with pytest.raises(UsageError, match=r"nowhere://a.*memory:// URLs.*storage_writer=") as caught:
         hf.save(state(1.0), checkpoint_id="nowhere://a")
-    assert (caught.value.path, main(["ls", "nowhere://a"])) == ("nowhere://a", 3)
+    assert (caught.value.path, main(["ls", "nowhere://a"])) == ("nowhere://a", 2)
     assert "Cannot detect which storage" in capsys.readouterr().err
     assert not hf.FileSystemReader.validate_checkpoint_id("nowhere://a")
     assert hf.FileSystemReader.validate_checkpoint_id(tmp_path)

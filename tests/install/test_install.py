@@ -394,5 +394,5 @@ def test_a_command_is_run_with_the_variable() -> None:
     assert done.stdout == "1\n"
     command = [sys.executable, "-m", "holdfast", "run", "no-such-command"]
     done = subprocess.run(command, env=python_environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 3
+    assert done.returncode == 2
     assert "no-such-command: there is no such command" in done.stderr
