@@ -80,6 +80,7 @@ def save_while_others_end(folder: str, end: str, has_called: bool) -> tuple[str,
     if has_called:
         save(group, folder)
     if dist.get_rank() == 0:
+        Path(folder, "begun").touch()
         began = time.monotonic()
         try:
             save(group, folder)
@@ -87,7 +88,10 @@ def save_while_others_end(folder: str, end: str, has_called: bool) -> tuple[str,
             return str(error), time.monotonic() - began
         finally:
             Path(folder, "over").touch()
-    elif end == "kill":
+    # Whoever ends before rank 0 has made the group makes that fail.
+    while not Path(folder, "begun").exists():
+        time.sleep(0.01)
+    if end == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif end == "leave":
         dist.destroy_process_group(group)
