@@ -55,8 +55,9 @@ def manifest_of_chunks(url: str, files: Mapping[str, int], chunks: Sequence[Mode
         "raw_nbytes": sizes,
         "blocks": [len(chunk.checksums or b"") // 4 for chunk in rows],
     }
+    properties = {dtype: TorchProperties(dtype) for dtype in {chunk.tensor.dtype for chunk in rows}}
     return foreign_manifest(
-        {key: _entry(of_key) for key, of_key in by_key.items()},
+        {key: _entry(of_key, properties) for key, of_key in by_key.items()},
         columns,
         files,
         software="safetensors",
@@ -66,6 +67,6 @@ def manifest_of_chunks(url: str, files: Mapping[str, int], chunks: Sequence[Mode
     )
 
 
-def _entry(chunks: Sequence[ModelChunk]) -> TorchTensor:
+def _entry(chunks: Sequence[ModelChunk], properties: Mapping[str, TorchProperties]) -> TorchTensor:
     boxes = [(chunk.offsets, chunk.tensor.shape) for chunk in chunks]
-    return TorchTensor(TorchProperties(chunks[0].tensor.dtype), ModelChunk.tensor_shape(chunks), boxes)
+    return TorchTensor(properties[chunks[0].tensor.dtype], ModelChunk.tensor_shape(chunks), boxes)

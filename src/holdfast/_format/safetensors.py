@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -74,7 +75,12 @@ class StoredTensor(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The bytes of its elements."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return _nbytes(self.dtype, self.shape)
+
+
+@lru_cache(maxsize=4096)  # models repeat their shapes layer by layer
+def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * DTYPES[dtype].itemsize
 
 
 class Header(NamedTuple):
@@ -178,17 +184,21 @@ def parse_header(data: bytes | bytearray, file_nbytes: int, *, path: str) -> Hea
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _damaged(path, str(error)) from error
     found.sort(key=lambda pair: pair[1].data_offsets)
-    tensors = [_tensor(key, entry, len(data), path) for key, entry in found]
-    end = 0
-    for tensor, (key, entry) in zip(tensors, found, strict=True):
+    tensors, end = [], 0
+    for key, entry in found:
+        try:
+            dtype, shape = _as_torch(entry.dtype, entry.shape)
+        except ValueError as error:
+            raise _damaged(path, f"{key} {error}", key) from error
         begin = entry.data_offsets[0]
         if begin != end:
             what = "overlaps the tensor before it" if begin < end else "leaves a gap after the one before it"
             raise _damaged(path, f"{key} at {begin} {what}, which ends at {end}", key)
         end = entry.data_offsets[1]
-        if end - begin != tensor.nbytes:
-            what = f"{key} of shape {list(entry.shape)} of {entry.dtype} takes {tensor.nbytes} bytes"
+        if end - begin != _nbytes(dtype, shape):
+            what = f"{key} of shape {list(entry.shape)} of {entry.dtype} takes {_nbytes(dtype, shape)} bytes"
             raise _damaged(path, f"{what}, and has {end - begin}", key)
+        tensors.append(StoredTensor(key, dtype, shape, len(data) + begin))
     _check_end(len(data) + end, file_nbytes, tensors, path)
     return Header(tensors, attributes, len(data))
 
@@ -226,18 +236,19 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
-def _tensor(key: str, entry: _Entry, begin: int, path: str) -> StoredTensor:
-    name = TORCH_NAMES.get(entry.dtype)
+@lru_cache(maxsize=4096)  # models repeat their shapes layer by layer
+def _as_torch(code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Torch's dtype and shape of a tensor, from those of the format; ValueError if there are none."""
+    name = TORCH_NAMES.get(code)
     if name is None:
-        raise _damaged(path, f"{key} has the dtype {entry.dtype!r}, which torch does not have", key)
-    shape = entry.shape
+        raise ValueError(f"has the dtype {code!r}, which torch does not have")
     if len(shape) > _MOST_DIMENSIONS or min(shape, default=0) < 0 or math.prod(shape) >= 1 << 60:
-        raise _damaged(path, f"{key} has an impossible shape {list(shape)}", key)
+        raise ValueError(f"has an impossible shape {list(shape)}")
     if name == _PACKED:
         if not shape or shape[-1] % 2:
-            raise _damaged(path, f"{key} has half a byte left over: its shape is {list(shape)} of F4", key)
+            raise ValueError(f"has half a byte left over: its shape is {list(shape)} of F4")
         shape = (*shape[:-1], shape[-1] // 2)
-    return StoredTensor(key, name, shape, begin + entry.data_offsets[0])
+    return name, shape
 
 
 def _check_end(end: int, file_nbytes: int, tensors: Sequence[StoredTensor], path: str) -> None:
