@@ -6,32 +6,26 @@ what they were.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 STATE, GROUPS, PARAMS, PARAM_NAMES = "state", "param_groups", "params", "param_names"
 """The keys of an optimizer's state dict."""
 
 
-def flattened(states: Mapping[Any, Any], groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The flat dict; every parameter has all options of its group.
+def group_leaves(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What the flat dict has of a group: every parameter has all its options.
 
     A group without parameters leaves no trace in it.
     """
-    found: dict[str, Any] = {}
-    for name, state in states.items():
-        found.update(state_leaves(name, state))
-    for group in groups:
-        names = group[PARAMS]
-        options = {key: value for key, value in group.items() if key != PARAMS}
-        own_names = options.pop(PARAM_NAMES, None)
-        for place, name in enumerate(names):
-            for option, value in options.items():
-                found[f"{GROUPS}.{name}.{option}"] = value
-            if own_names is not None:
-                # The list of the whole group under every parameter would be as long as their number squared.
-                found[f"{GROUPS}.{name}.{PARAM_NAMES}"] = [own_names[place]]
-    return found
+    options = {key: value for key, value in group.items() if key not in (PARAMS, PARAM_NAMES)}
+    own_names = group.get(PARAM_NAMES)
+    for place, name in enumerate(group[PARAMS]):
+        for option, value in options.items():
+            yield f"{GROUPS}.{name}.{option}", value
+        if own_names is not None:
+            # The list of the whole group under every parameter would be as long as their number squared.
+            yield f"{GROUPS}.{name}.{PARAM_NAMES}", [own_names[place]]
 
 
 def state_leaves(name: Any, state: Any) -> Iterator[tuple[str, Any]]:

@@ -1,5 +1,6 @@
 """The state dict of a model, read and set under names that do not depend on what wraps the model."""
 
+import functools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
@@ -36,29 +37,34 @@ def read_model(
     """What ``model.state_dict()`` has, by name; the module's versions (``_metadata``) go with it."""
     names = ModelNames(model)
     own = unpatched_method(model, "state_dict")()
-    keys: dict[str, str] = {}
-    for key in own:
-        if (other := keys.setdefault(names.name_of(key), key)) != key:
+    found: OrderedDict[str, Any] = OrderedDict()
+    for key, value in own.items():
+        name = names.name_of(key)
+        if name in found:
+            other = next(other for other in own if names.name_of(other) == name)
             raise RuntimeError(f"the state dict of the model has two keys of one name: {other} and {key}")
-    found = {name: own[key] for name, key in keys.items()}
+        found[name] = value
     if submodules:
-        found = _of_submodules(found, model, set(submodules), names, options)
+        found = OrderedDict(_of_submodules(found, model, set(submodules), names, options))
     if options.ignore_frozen_params:
         for name in frozen_names(model):
             found.pop(name, None)
-    result: OrderedDict[str, Any] = OrderedDict(delivered(found, options))
+    if options.full_state_dict or options.cpu_offload:
+        deliver = functools.partial(delivered, options=options)
+        for name, value in found.items():
+            found[name] = changed_leaves(value, deliver)
     if is_left_to_rank0(options):
         return {}
     versions = _versions_in(own)
     if versions is not None:
-        vars(result)["_metadata"] = OrderedDict(
+        vars(found)["_metadata"] = OrderedDict(
             (names.name_of_module(path), version) for path, version in versions.items()
         )
-    return result
+    return found
 
 
 def _of_submodules(
-    found: dict[str, Any],
+    found: Mapping[str, Any],
     model: nn.Module,
     submodules: set[nn.Module],
     names: ModelNames,

@@ -1,17 +1,25 @@
 """The state dict of optimizers, read by the names of the parameters and without a step."""
 
-from collections.abc import Iterable, Sequence
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast._model_state.flat_optimizer_state import GROUPS, PARAMS, STATE, flattened
+from holdfast._model_state.flat_optimizer_state import (
+    GROUPS,
+    PARAMS,
+    STATE,
+    group_leaves,
+    state_leaves,
+)
 from holdfast._model_state.parameter_names import names_by_parameter
 from holdfast._model_state.patched_methods import unpatched_method
 from holdfast._model_state.state_dict_options import StateDictOptions
-from holdfast._model_state.whole_tensors import changed_leaves, delivered, is_left_to_rank0, same_leaf
+from holdfast._model_state.whole_tensors import changed_leaves, delivered, is_left_to_rank0
 from holdfast._parameter_states import ParameterStates, remember_flat
 from holdfast.errors import UsageError
 
@@ -43,6 +51,10 @@ class NamedOptimizer:
             self.shared.append(count > 1)
             # The second optimizer of a parameter has a state of its own, which needs a name of its own.
             self.names.append(names if count == 1 else (f"{names[0]}@{count}", *names))
+
+    def first_names(self) -> list[str]:
+        """The name of each parameter under which its state is read."""
+        return [names[0] for names in self.names]
 
     def state_of(self, number: int) -> dict[Any, Any]:
         """What the optimizer keeps for a parameter now; an empty dict if it keeps nothing."""
@@ -82,59 +94,67 @@ def named_optimizers(
 def read_optimizers(
     model: nn.Module, optimizers: Sequence[Optimizer], options: StateDictOptions
 ) -> dict[str, Any]:
-    """The state of all optimizers together, as it is: nothing is made that is not there yet."""
-    states: dict[Any, Any] = {}
-    groups: list[dict[str, Any]] = []
-    parameters: dict[Any, torch.Tensor] = {}
-    for named in named_optimizers(model, optimizers, options):
-        own = unpatched_method(named.optimizer, "state_dict")()
-        numbers = [number for group in own[GROUPS] for number in group[PARAMS]]
-        first_names = [names[0] for names in named.names]
-        if len(numbers) != len(first_names):
-            raise RuntimeError(
-                f"state_dict() of the {type(named.optimizer).__name__} has {len(numbers)} parameters, its "
-                f"groups have {len(first_names)}"
-            )
-        by_number = dict(zip(numbers, first_names, strict=True))
-        parameters.update(zip(first_names, named.parameters, strict=True))
-        _add_states(states, own[STATE], by_number)
-        groups += [{**group, PARAMS: [by_number[n] for n in group[PARAMS]]} for group in own[GROUPS]]
-    # The caller may change what it gets. Only tensors are shared with the optimizer.
-    groups = changed_leaves(groups, same_leaf)
-    if options.flatten_optimizer_state_dict:
-        _refuse_other_state(states.keys() - parameters.keys())
-    found = (
-        flattened(states, groups) if options.flatten_optimizer_state_dict else {STATE: states, GROUPS: groups}
-    )
-    found = delivered(found, options)
-    if is_left_to_rank0(options):
-        return {}
+    """The state of all optimizers together, as it is: nothing is made that is not there yet.
+
+    The caller may change what it gets. Only tensors are shared with the optimizers.
+    """
+    deliver = functools.partial(delivered, options=options)
     is_flat = options.flatten_optimizer_state_dict
-    made = ParameterStates(
-        found if is_flat else found[STATE],
+    parameters: dict[Any, torch.Tensor] = {}
+    groups: list[dict[str, Any]] = []
+    found = ParameterStates(
         parameters=parameters,
         is_whole=options.full_state_dict,
         device=torch.device("cpu") if options.cpu_offload else None,
         optimizers=optimizers,
     )
-    if is_flat:
-        remember_flat(made)
-    return made if is_flat else {STATE: made, GROUPS: found[GROUPS]}
+    for named in named_optimizers(model, optimizers, options):
+        own = unpatched_method(named.optimizer, "state_dict")()
+        numbers = [number for group in own[GROUPS] for number in group[PARAMS]]
+        names = named.first_names()
+        if len(numbers) != len(names):
+            raise RuntimeError(
+                f"state_dict() of the {type(named.optimizer).__name__} has {len(numbers)} parameters, its "
+                f"groups have {len(names)}"
+            )
+        parameters.update(zip(names, named.parameters, strict=True))
+        for key, state in _states_by_name(own[STATE], numbers, names):
+            if key in found:
+                raise ValueError(f"two optimizers have a state of their own under the key {key!r}")
+            if is_flat and key not in parameters:
+                raise _no_flat_place(key)
+            copy = changed_leaves(state, deliver)
+            found.update(state_leaves(key, copy) if is_flat else ((key, copy),))
+        rest = iter(names)
+        for group in own[GROUPS]:
+            in_group = list(itertools.islice(rest, len(group[PARAMS])))
+            groups.append({**changed_leaves({**group, PARAMS: []}, deliver), PARAMS: in_group})
+    if is_left_to_rank0(options):
+        return {}
+    if not is_flat:
+        return {STATE: found, GROUPS: groups}
+    for group in groups:
+        found.update(group_leaves(group))
+    remember_flat(found)
+    return found
 
 
-def _refuse_other_state(keys: Iterable[Any]) -> None:
-    for key in keys:
-        raise ValueError(
-            f"an optimizer keeps state under {key!r}, which is none of its parameters: the flattened form "
-            "has no place for it. Leave out flatten_optimizer_state_dict=True."
-        )
+def _states_by_name(
+    own: Mapping[Any, Any], numbers: Sequence[Any], names: Sequence[str]
+) -> Iterator[tuple[Any, Any]]:
+    """The states of one optimizer, in the order of its parameters: all ranks must gather in one order.
+
+    Last come those that belong to no parameter, under the keys that they have.
+    """
+    for number, name in zip(numbers, names, strict=True):
+        if number in own:
+            yield name, own[number]
+    of_parameters = set(numbers)
+    yield from ((key, state) for key, state in own.items() if key not in of_parameters)
 
 
-def _add_states(states: dict[Any, Any], own: dict[Any, Any], by_number: dict[Any, str]) -> None:
-    """Add the states of one optimizer, in the order of its parameters: all ranks must gather in one order."""
-    others = [key for key in own if key not in by_number]
-    for number in [*(number for number in by_number if number in own), *others]:
-        key = by_number.get(number, number)
-        if key in states:
-            raise ValueError(f"two optimizers have a state of their own under the key {key!r}")
-        states[key] = changed_leaves(own[number], same_leaf)
+def _no_flat_place(key: Any) -> ValueError:
+    return ValueError(
+        f"an optimizer keeps state under {key!r}, which is none of its parameters: the flattened form has no "
+        "place for it. Leave out flatten_optimizer_state_dict=True."
+    )

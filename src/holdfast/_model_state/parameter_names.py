@@ -9,6 +9,10 @@ from torch import nn
 from holdfast._model_state.state_dict_options import StateDictOptions
 
 
+_PLACES_KEPT = 256
+"""Keys come in the order of the modules: only the places of the last ones are needed again."""
+
+
 class _NamedPlace(NamedTuple):
     """A module that a key leads through.
 
@@ -31,31 +35,39 @@ class ModelNames:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        root = _NamedPlace(model, "", "")
-        self._by_key: dict[str, _NamedPlace] = {"": root}
-        self._by_name: dict[str, _NamedPlace] = {"": root}
+        self._root = _NamedPlace(model, "", "")
+        self._by_key: dict[str, _NamedPlace] = {}
+        self._by_name: dict[str, _NamedPlace] = {}
 
     def name_of(self, key: str) -> str:
         """The name of what has ``key`` in ``state_dict()`` or ``named_parameters()`` of the model."""
         prefix, _, last = key.rpartition(".")
-        return _unwrapped(self._find(self._by_key, prefix, _enter_by_key), last).name + last
+        name = _unwrapped(self._find(self._by_key, prefix, _enter_by_key), last).name + last
+        return key if name == key else name  # one string, not two equal ones
 
     def name_of_module(self, path: str) -> str:
         """The name of the module that has ``path`` in ``named_modules()``; without wrappers."""
-        return self._find(self._by_key, path, _enter_by_key).name.removesuffix(".")
+        name = self._find(self._by_key, path, _enter_by_key).name.removesuffix(".")
+        return path if name == path else name
 
     def key_of(self, name: str) -> str:
         """The key that ``name`` has in the state dict of the model; the model need not have such an entry."""
         prefix, _, last = name.rpartition(".")
-        return _unwrapped(self._find(self._by_name, prefix, _enter_by_name), last).raw + last
+        key = _unwrapped(self._find(self._by_name, prefix, _enter_by_name), last).raw + last
+        return name if key == name else key
 
     def _find(
         self, known: dict[str, _NamedPlace], prefix: str, enter: Callable[[_NamedPlace, str], _NamedPlace]
     ) -> _NamedPlace:
+        if not prefix:
+            return self._root
         found = known.get(prefix)
         if found is None:
             parent, _, last = prefix.rpartition(".")
-            found = known[prefix] = enter(self._find(known, parent, enter), last)
+            found = enter(self._find(known, parent, enter), last)
+            if len(known) == _PLACES_KEPT:
+                known.clear()
+            known[prefix] = found
         return found
 
 

@@ -29,37 +29,24 @@ def changed_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
     return change(tree)
 
 
-def same_leaf(value: Any) -> Any:
-    """For copies of trees that share their leaves."""
-    return value
-
-
 def is_left_to_rank0(options: StateDictOptions) -> bool:
     """Whether this rank gets an empty state dict, because rank 0 gets it all."""
     only_rank0 = options.full_state_dict and options.cpu_offload
     return only_rank0 and dist.is_available() and dist.is_initialized() and dist.get_rank() != 0
 
 
-def delivered(tree: Any, options: StateDictOptions) -> Any:
-    """A tree of values in the form that the options ask for; ``tree`` itself if they ask for nothing.
+def delivered(value: Any, options: StateDictOptions) -> Any:
+    """A value, which is no container, in the form that the options ask for.
 
-    If sharded tensors are gathered, every rank that holds a part must call this. A rank that gets nothing in
-    the end takes part and drops each tensor at once.
+    If it is a sharded tensor that is gathered, every rank that holds a part must call this. A rank that gets
+    nothing in the end takes part and drops the tensor at once.
     """
-    if not options.full_state_dict and not options.cpu_offload:
-        return tree
-    is_left = is_left_to_rank0(options)
-
-    def deliver(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        whole = gathered(value) if options.full_state_dict else value
-        if is_left:
-            return None
-        return whole.to("cpu") if options.cpu_offload else whole
-
-    found = changed_leaves(tree, deliver)
-    return {} if is_left else found
+    if not isinstance(value, torch.Tensor):
+        return value
+    whole = gathered(value) if options.full_state_dict else value
+    if is_left_to_rank0(options):
+        return None
+    return whole.to("cpu") if options.cpu_offload else whole
 
 
 def gathered(value: torch.Tensor) -> torch.Tensor:
