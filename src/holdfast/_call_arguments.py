@@ -79,7 +79,8 @@ def checked_call(storage: str) -> Callable[[F], F]:
                 )
             if len(args) < 2:
                 return function(*args, **kwargs)
-            name = "checkpoint_id" if args[1] is None or isinstance(args[1], str | os.PathLike) else storage
+            # What is no storage was meant as the place: the check of places says what is wrong with it.
+            name = storage if hasattr(args[1], "reset") else "checkpoint_id"
             if len(args) > 2 or kwargs.get(name) is not None:
                 given = f"{name} twice" if len(args) == 2 else f"{len(args)} arguments without a name"
                 raise TypeError(

@@ -4,6 +4,7 @@ import inspect
 import logging
 import os
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,16 @@ def test_a_storage_may_still_come_second_with_a_warning_that_points_here(tmp_pat
     assert warned[0].filename == __file__
     with pytest.warns(FutureWarning, match="storage_reader="):
         hf.load(state(), hf.FileSystemReader(tmp_path))
+
+
+@pytest.mark.parametrize("place", [b"folder", 100], ids=["bytes", "number"])
+@pytest.mark.parametrize("call", [hf.save, hf.async_save, hf.load])
+def test_a_second_argument_that_is_neither_path_nor_storage_is_named(call: Any, place: object) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UsageError, match="must be the path of a folder") as caught:
+            call(state(), place)
+    assert caught.value.found == place
 
 
 def test_a_warning_of_a_load_points_at_the_line_that_calls_it(tmp_path: Path) -> None:
