@@ -8,7 +8,6 @@ from torch import nn
 
 from holdfast._model_state.state_dict_options import StateDictOptions
 
-
 _PLACES_KEPT = 256
 """Keys come in the order of the modules: only the places of the last ones are needed again."""
 
