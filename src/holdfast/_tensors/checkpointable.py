@@ -18,17 +18,20 @@ from holdfast.metadata import ChunkStorageMetadata, MetadataIndex
 from holdfast.planner import WriteItem, WriteItemType
 
 _METHODS = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
+# What nearly all tensors are, asked several times each: looking for methods would take a third of a load's plan.
+_WITHOUT_METHODS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 
 
 def has_methods(kind: type) -> bool:
     """Whether the values of a class say themselves what they hold. Of a DTensor its part is asked."""
-    return all(hasattr(kind, name) for name in _METHODS) and not issubclass(kind, DTensor)
+    if kind in _WITHOUT_METHODS or issubclass(kind, DTensor):
+        return False
+    return all(hasattr(kind, name) for name in _METHODS)
 
 
 def describes_itself(value: Any) -> bool:
     """Whether a value, or this rank's part of a DTensor, says itself which chunks it holds."""
-    kind = type(value)
-    return has_methods(type(local_tensor(value)) if issubclass(kind, DTensor) else kind)
+    return has_methods(type(local_tensor(value) if isinstance(value, DTensor) else value))
 
 
 def items_to_write(key: str, value: Any) -> list[WriteItem]:
