@@ -18,7 +18,7 @@ from holdfast.metadata import ChunkStorageMetadata, MetadataIndex
 from holdfast.planner import WriteItem, WriteItemType
 
 _METHODS = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
-# What nearly all tensors are, asked several times each: looking for methods would take a third of a load's plan.
+# What nearly all tensors are. Asking each several times for methods would take a third of a plan.
 _WITHOUT_METHODS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 
 
