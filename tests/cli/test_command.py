@@ -118,8 +118,8 @@ def test_the_folder_of_a_run_names_its_checkpoints(
     shutil.copytree(originals / "tiny", tmp_path / "step-1")
     found = holdfast(command, tmp_path)
     assert (found.code, found.out) == (3, "")
-    reason = f"no checkpoint here, but in folders of it: step-1. Name one of them, such as {tmp_path}/step-1"
-    assert found.err == f"holdfast: {tmp_path}: {reason}\n"
+    reason = "the checkpoints are in folders of it: step-1 (newest first). Name one of them, such as"
+    assert found.err == f"holdfast: no checkpoint at {tmp_path}: {reason} {tmp_path}/step-1\n"
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "verify"])
@@ -129,17 +129,18 @@ def test_what_is_no_checkpoint_is_said_in_one_line(holdfast: Command, tmp_path: 
     (tmp_path / "unfinished" / "__0_0-0123456789ab.distcp").write_text("x")
     (tmp_path / "empty").mkdir()
     for path, reason in {
-        "absent": "there is no such folder",
-        "empty": "the folder is empty",
-        "file": "is not a folder, and no file of a checkpoint",
-        "unfinished": "has 1 data file of save 0123456789ab, but no .metadata: the save did not end, or "
-        ".metadata was removed",
-        "empty/.metadata": "there is no such file",
-        ".": "no checkpoint here; it has no .metadata (it has empty, file, unfinished)",
+        "absent": "{}: there is no such folder",
+        "empty": "no checkpoint at {}: the folder is empty",
+        "file": "{}: is not a folder, and no file of a checkpoint",
+        "unfinished": "no complete checkpoint at {}: it has 1 data file of save 0123456789ab, but no "
+        ".metadata. Either the save did not end, or .metadata was removed: then put it back before you save "
+        "here again.",
+        "empty/.metadata": "{}: there is no such file",
+        ".": "no checkpoint at {}: it has no .metadata (it has file, empty/, unfinished/)",
     }.items():
         found = holdfast(command, tmp_path / path)
         assert (found.code, found.out) == (3, "")
-        assert found.err == f"holdfast: {tmp_path / path}: {reason}\n"
+        assert found.err == f"holdfast: {reason.format(tmp_path / path)}\n"
 
 
 def test_a_folder_that_may_not_be_read(

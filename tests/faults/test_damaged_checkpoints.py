@@ -35,6 +35,7 @@ from holdfast.errors import (
     InvalidPlanError,
     MetadataFormatError,
     TruncatedFileError,
+    UnsafeMetadataError,
 )
 from holdfast.extension import ZStandard
 
@@ -373,6 +374,31 @@ def test_a_torch_checkpoint_whose_payload_is_damaged_is_refused(tmp_path: Path) 
         raised = failure_of(load, tmp_path, {"w": torch.zeros(4096)})
         assert isinstance(raised, IntegrityError)
         assert (raised.key, raised.path) == ("w", str(tmp_path / name))
+
+
+def test_an_object_of_a_torch_checkpoint_that_is_no_pickle_any_more_is_damaged(tmp_path: Path) -> None:
+    writer = torch_filesystem.FileSystemWriter(tmp_path)
+    stock_save({"names": ["a", "b"]}, storage_writer=writer)
+    (name,) = data_files(tmp_path)
+    data = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(b"\x95" * len(data))
+    raised = failure_of(load, tmp_path, {"names": []})
+    assert isinstance(raised, IntegrityError)
+    assert not isinstance(raised, UnsafeMetadataError)
+    assert "names: the stored object cannot be read: it is no pickle" in str(raised)
+
+
+@pytest.mark.parametrize("offset", [8, 10])
+def test_flags_and_methods_of_an_archive_that_python_does_not_know_are_damage(
+    tmp_path: Path, offset: int
+) -> None:
+    stock_save({"names": ["a", "b"]}, storage_writer=torch_filesystem.FileSystemWriter(tmp_path))
+    (name,) = data_files(tmp_path)
+    data = bytearray((tmp_path / name).read_bytes())
+    data[data.index(b"PK\1\2") + offset] ^= 1
+    (tmp_path / name).write_bytes(data)
+    (damage,) = hf.open(tmp_path).verify().damages
+    assert damage.keys == ["names"]
 
 
 def test_a_failed_load_says_what_it_changed(tmp_path: Path) -> None:

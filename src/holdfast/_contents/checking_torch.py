@@ -133,11 +133,21 @@ def _without_checksums(archive: Archive) -> bool:
 def _check_any_zip(read_at: ReadAt, nbytes: int) -> None:
     with zipfile.ZipFile(io.BufferedReader(_RangeFile(read_at, nbytes), _PIECE)) as archive:
         infos = archive.infolist()
-        if any(info.CRC for info in infos):
-            for info in infos:
-                with archive.open(info) as record:
-                    while record.read(_PIECE):
-                        pass
+        if not any(info.CRC for info in infos):
+            return
+        for info in infos:
+            _read_record(archive, info)
+
+
+def _read_record(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:
+    """Raise BadZipFile if the record is not what was written."""
+    try:
+        with archive.open(info) as record:
+            while record.read(_PIECE):
+                pass
+    # What Python says of a method of compression that it does not know, and of what is encrypted.
+    except (NotImplementedError, RuntimeError) as error:
+        raise zipfile.BadZipFile(f"record {info.filename} cannot be read: {error}") from error
 
 
 def _check_layout(read_at: ReadAt, nbytes: int, stored: KeyedItem, path: str) -> None:

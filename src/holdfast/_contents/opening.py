@@ -4,13 +4,13 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from holdfast._contents.absence import explain_absence
 from holdfast._contents.findings import Findings
 from holdfast._contents.inventory import Inventory, inventory_of, read_inventory
 from holdfast._format.metadata_file import LARGEST_METADATA
-from holdfast._format.names import METADATA, describe_data_files, metadata_name, metadata_rank
+from holdfast._format.names import METADATA, metadata_rank
 from holdfast._format.safetensors import SUFFIX
 from holdfast._format.safetensors_index import INDEX
-from holdfast._human_units import some_of
 from holdfast._io.places import local_path, open_file_place, open_place
 from holdfast._io.store import FileSource
 from holdfast.errors import CheckpointNotFoundError
@@ -111,29 +111,12 @@ def find_checkpoint(path: str) -> Checkpoint:
         what = "is not a folder, and no file of a checkpoint" if is_file else "there is no such folder"
         raise CheckpointNotFoundError(f"{path}: {what}", path=path)
     store = open_place(path.rstrip("/") or "/")
-    # Folders inside a folder help to see what it is instead of a checkpoint.
-    names = list(store.names()) if folder is None else os.listdir(folder)
+    names = store.names()
     if METADATA in names:
         return Checkpoint(store, [(None, METADATA)])
     ranks = sorted((rank, name) for name in names if (rank := metadata_rank(name)) is not None)
     if not ranks and any(name.endswith(SUFFIX) for name in names):
         return SafetensorsModel(store, [(None, INDEX if INDEX in names else "")])
     if not ranks:
-        raise CheckpointNotFoundError(_explain_absence(path, names, store), path=path)
+        raise CheckpointNotFoundError(str(explain_absence(store, METADATA)), path=path)
     return Checkpoint(store, [*ranks])
-
-
-def _explain_absence(path: str, names: list[str], store: FileSource) -> str:
-    files = describe_data_files(names)
-    if files:
-        return f"{path}: has {files}, but no {METADATA}: the save did not end, or {METADATA} was removed"
-    below, _ = store.folders_with([METADATA, metadata_name(0)])
-    if below:
-        return (
-            f"{path}: no checkpoint here, but in folders of it: {some_of(below, 3)}. Name one of them, such "
-            f"as {path.rstrip('/')}/{below[0]}"
-        )
-    if not names:
-        return f"{path}: {'nothing is there' if local_path(path) is None else 'the folder is empty'}"
-    near = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
-    return f"{path}: no checkpoint here; it has no {METADATA} (it has {near})"

@@ -121,7 +121,11 @@ def _load_by_torch(stream: io.BytesIO, safe_globals: _Globals) -> Any:
             return torch.load(stream, weights_only=True)
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
-        raise RefusedError(named[1] if named else str(error).strip().splitlines()[0]) from error
+        reason = named or re.search(r"WeightsUnpickler error:\s*(.*)", str(error))
+        what = reason[1] if reason else str(error).strip().splitlines()[0]
+        if what.startswith("Unsupported operand"):
+            raise ValueError(f"it is no pickle ({what})") from error
+        raise RefusedError(what) from error
 
 
 class _NeedsCareError(Exception):

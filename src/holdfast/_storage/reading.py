@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from holdfast._collector import paused_collector
+from holdfast._contents.absence import explain_absence
 from holdfast._contents.item_bytes import naming
 from holdfast._contents.object_bytes import read_object
 from holdfast._format.metadata_file import LARGEST_METADATA
@@ -16,7 +17,6 @@ from holdfast._io.pool import Budget, Cancellation
 from holdfast._io.progress import ProgressTracker
 from holdfast._io.store import FileSource
 from holdfast._objects.object_streams import LoadedObject
-from holdfast._storage.absence import explain_absence
 from holdfast._storage.destinations import PlannerCalls
 from holdfast._storage.item_reader import Chunk, ItemReader, ReadContext
 from holdfast._storage.joined_ranges import join_neighbours

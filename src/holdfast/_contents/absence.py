@@ -44,7 +44,8 @@ def explain_absence(store: FileSource, name: str) -> StorageError:
     elif there:
         text = f"no checkpoint at {store.url}: it has no {name} (it has {some_of(there, _MOST_NAMED)})"
     else:
-        text = f"no checkpoint at {store.url}: there is no such folder, or it is empty"
+        what = "the folder is empty" if os.path.isdir(store.url) else "there is no such folder"
+        text = f"no checkpoint at {store.url}: {'nothing is there' if '://' in store.url else what}"
         if "://" not in store.url and not os.path.isabs(store.url):
             text += f" (the working directory is {os.getcwd()})"
         if store.url.startswith("~"):
