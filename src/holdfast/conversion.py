@@ -10,13 +10,15 @@ import torch
 
 from holdfast._conversion.copy_planner import CopyPlanner
 from holdfast._conversion.entry_stream import EntryStream
-from holdfast._conversion.selection import Rename, Selection, refuse_objects, refuse_subclasses, select
+from holdfast._conversion.selection import Selection, refuse_objects, refuse_subclasses, select
 from holdfast._conversion.sources import Format, Source, open_source, open_target
 from holdfast._conversion.torch_save_target import TorchSaveTarget
 from holdfast._format.safetensors import SUFFIX
 from holdfast._io.places import local_path, open_file_place, open_place
 from holdfast._io.progress import ProgressTracker
 from holdfast._io.store import ByteStore
+from holdfast._plan.dtype_fit import float_dtype
+from holdfast._plan.key_renaming import Rename
 from holdfast.errors import CheckpointExistsError, UsageError
 from holdfast.filesystem import FileSystemWriter
 from holdfast.hf_storage import HuggingFaceStorageWriter
@@ -125,7 +127,7 @@ def convert(
         opened,
         keys=[keys] if isinstance(keys, str) else keys,
         rename=rename,
-        dtype=_dtype(dtype),
+        dtype=float_dtype(dtype),
         with_kept_values=chosen in {"holdfast", "torch"},
     )
     stream = EntryStream(opened, selection)
@@ -225,15 +227,6 @@ def _format_of(target: str | os.PathLike[str], to: str | None) -> Format:
             f"{path}: a model is a folder: name the folder that {SUFFIX} files are to be in", path=path
         )
     return next(name for name in known if name == to)
-
-
-def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if dtype is None:
-        return None
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise UsageError(f"dtype is a floating-point dtype such as bfloat16, not {dtype}", found=dtype)
-    return found
 
 
 def _refuse_same(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:

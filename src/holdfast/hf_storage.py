@@ -13,10 +13,12 @@ from holdfast._hf_utils import _HFStorageInfo
 from holdfast._io import pool
 from holdfast._io.page_cache import PageCache
 from holdfast._known_methods import known_to_engine
+from holdfast._plan.dtype_fit import float_dtype
+from holdfast._plan.key_renaming import Rename, renaming
 from holdfast._ranks.exchange import Exchange
 from holdfast._storage.item_places import StorageData
 from holdfast._storage.quantized_reading import slices
-from holdfast._storage.safetensors_layout import ExportOptions, Rename
+from holdfast._storage.safetensors_layout import ExportOptions
 from holdfast._storage.safetensors_metadata import read_model_metadata
 from holdfast._storage.safetensors_writer import SafetensorsWriter
 from holdfast._storage.store_writer import DEFAULT_BUDGET
@@ -56,7 +58,8 @@ class HuggingFaceStorageWriter(SafetensorsWriter, FileSystemWriter):
         token: Accepted for compatibility; places that need one are not reached by this class.
         max_shard_size: The most bytes of tensors in a file: a number, or text such as ``"5GB"``. A model that
             fits into one is ``model.safetensors``, without an index, as transformers has it.
-        dtype: Cast floating-point tensors to this dtype on the way out, a few MiB at a time.
+        dtype: Cast floating-point tensors to this floating-point dtype on the way out, a few MiB at a time.
+            Other tensors stay as they are.
         rename: What keys are called in the files: a function of the key, or a dict with new names for some.
             ``fqn_to_index_mapping`` has the new names.
         memory_budget: The most bytes of memory taken besides the state.
@@ -73,7 +76,7 @@ class HuggingFaceStorageWriter(SafetensorsWriter, FileSystemWriter):
         *,
         token: str | None = None,
         max_shard_size: int | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         rename: Rename | None = None,
         memory_budget: int = DEFAULT_BUDGET,
     ) -> None:
@@ -88,8 +91,8 @@ class HuggingFaceStorageWriter(SafetensorsWriter, FileSystemWriter):
         self.options = ExportOptions(
             fqn_to_index_mapping,
             None if max_shard_size is None else parse_size(max_shard_size),
-            dtype,
-            rename,
+            float_dtype(dtype),
+            None if rename is None else renaming(rename),
         )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

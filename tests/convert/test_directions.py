@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.convert.saved_states import nested, same, tensors
 from tests.support.process import PeakMemory
-from tests.support.stock_torch import stock_load, stock_save
+from tests.support.stock_torch import IS_NEWEST, stock_load, stock_save
 
 import holdfast as dcp
 from holdfast.default_planner import _EmptyStateDictLoadPlanner
@@ -144,6 +144,18 @@ def test_keys_rename_and_dtype(tmp_path: Path) -> None:
     assert list(torch.load(tmp_path / "d.pt")) == ["x"]
 
 
+@pytest.mark.skipif(not IS_NEWEST, reason="older torch cannot copy 4-bit numbers")
+@pytest.mark.parametrize("target", ["holdfast", "torch_save", "safetensors"])
+def test_packed_pairs_of_numbers_are_not_cast(tmp_path: Path, target: str) -> None:
+    packed = torch.arange(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    dcp.save({"x": packed, "y": torch.ones(3)}, checkpoint_id=tmp_path / "a", no_dist=True)
+    output = place(tmp_path, "to", target)
+    dcp.convert(tmp_path / "a", output, to=target, dtype="bfloat16")  # type: ignore[arg-type]
+    found = get(target, output)
+    assert found["y"].dtype == torch.bfloat16
+    assert torch.equal(found["x"].view(torch.uint8), packed.view(torch.uint8))
+
+
 def test_one_safetensors_file_by_its_name(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3)}, tmp_path / "one.safetensors")
     save_file({"b": torch.ones(3)}, tmp_path / "two.safetensors")
@@ -162,6 +174,8 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         ({"target": "b.pt", "dtype": "int8"}, UsageError, "floating-point"),
         ({"target": "b.pt", "max_shard_size": 5}, UsageError, "max_shard_size"),
         ({"target": "b.pt", "rename": {"step": "name"}}, UsageError, "both be called 'name'"),
+        ({"target": "b.pt", "rename": {"step": 7}}, UsageError, "step: rename gives 7"),
+        ({"target": "b.pt", "rename": "net"}, UsageError, "rename is a function of a key, or a dict"),
         ({"target": "a", "to": "torch"}, UsageError, "same place"),
         ({"source": "absent", "target": "b.pt"}, CheckpointNotFoundError, "no such file or folder"),
     ]

@@ -3,13 +3,16 @@
 import errno
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from tests.hf.model_files import (
+    DTYPES,
     export,
     load,
     model_files,
@@ -131,7 +134,17 @@ def test_dtype_and_names_change_on_the_way_out(tmp_path: Path) -> None:
         ({"a": torch.zeros(2)}, {"fqn_to_index_mapping": {"a": 1, "lm_head": 1}}, "lm_head"),
         ({"a": torch.zeros(2), "b": torch.zeros(2)}, {"fqn_to_index_mapping": {"a": 1}}, "b"),
         ({"a": torch.zeros(2), "b": torch.zeros(2)}, {"rename": {"a": "b"}}, "same name"),
-        ({"a": torch.zeros(2)}, {"rename": lambda _: ""}, "cannot be the name"),
+        ({"a": torch.zeros(2)}, {"rename": lambda _: ""}, "a: rename gives ''"),
+        ({"a": torch.zeros(2)}, {"rename": lambda _: 5}, "a: rename gives 5"),
+        ({"a": torch.zeros(2)}, {"rename": {"a": None}}, "a: rename gives None"),
+        *(
+            (
+                {"a": torch.zeros(2), "bad": torch.zeros(2)},
+                {"fqn_to_index_mapping": {"a": 1, "bad": place}},
+                re.escape(f"bad: fqn_to_index_mapping puts it into {place!r}"),
+            )
+            for place in (True, 2.0, None, 0, -1, (), "x.bin", "../x.safetensors", "x/y.safetensors")
+        ),
         ({"__metadata__": torch.zeros(2)}, {}, "cannot be the name"),
     ],
 )
@@ -145,6 +158,44 @@ def test_what_cannot_be_kept_is_refused_before_anything_is_written(
         export(state, tmp_path, **options)
     assert sorted(tmp_path.iterdir()) == before
     assert same(load(tmp_path, old), old)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"dtype": torch.int32}, "floating-point dtype such as bfloat16, not torch.int32"),
+        ({"dtype": torch.bool}, "floating-point dtype"),
+        ({"dtype": torch.complex64}, "floating-point dtype"),
+        ({"dtype": "floaty"}, "floating-point dtype such as bfloat16, not floaty"),
+        ({"rename": 5}, "rename is a function of a key, or a dict with new names, not 5"),
+        ({"rename": {5: "a"}}, "rename has a new name for 5"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_at_once(
+    tmp_path: Path, options: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(UsageError, match=what):
+        dcp.HuggingFaceStorageWriter(tmp_path, **options)
+
+
+def test_every_floating_point_dtype_is_cast_but_packed_pairs(tmp_path: Path) -> None:
+    state = {str(dtype)[6:]: of_dtype(dtype, 3, 8) for dtype in DTYPES}
+    packed = {"float4_e2m1fn_x2"}
+    export(state, tmp_path, dtype="bfloat16")
+    found = with_safetensors(tmp_path)
+    for key, value in state.items():
+        is_cast = value.dtype.is_floating_point and key not in packed
+        assert same_bits(found[key], value.bfloat16() if is_cast else value), key
+
+
+def test_numbers_of_files_may_be_those_of_numpy(tmp_path: Path) -> None:
+    numbers = {"a": np.int64(2), "b": 1}
+    export({"a": torch.zeros(2), "b": torch.ones(2)}, tmp_path, fqn_to_index_mapping=numbers)
+    assert model_files(tmp_path) == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
 
 
 def test_a_failure_while_writing_leaves_the_old_model_alone(tmp_path: Path) -> None:

@@ -86,6 +86,25 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load(tmp_path, STATE)
 
 
+@pytest.mark.parametrize("name", ["z/q.safetensors", "../q.safetensors", "/q.safetensors", ".."])
+def test_an_index_that_names_a_file_elsewhere_is_refused_with_the_key(tmp_path: Path, name: str) -> None:
+    two_files(tmp_path)
+    (tmp_path / "z").mkdir()
+    save_file(STATE, tmp_path / "z" / "q.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": name, "b": name}}))
+    with pytest.raises(MetadataFormatError, match=r"^.*a: .* must lie beside the index") as caught:
+        load(tmp_path, STATE)
+    assert repr(name) in str(caught.value)
+
+
+def test_a_missing_file_is_named_by_loads_that_need_nothing_of_it(tmp_path: Path) -> None:
+    """Metadata is of the whole model: whoever makes a state from it must not get a part without a word."""
+    _, second = two_files(tmp_path)
+    second.unlink()
+    with pytest.raises(IncompleteCheckpointError, match=rf"{second.name} is missing"):
+        load(tmp_path, {"a": STATE["a"]})
+
+
 def test_a_file_that_was_cut_is_named(tmp_path: Path) -> None:
     first, _ = two_files(tmp_path)
     first.write_bytes(first.read_bytes()[:-1])

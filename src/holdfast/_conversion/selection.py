@@ -2,22 +2,22 @@
 
 import fnmatch
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from holdfast._contents.nested_state import Container, Path
 from holdfast._conversion.sources import Source
 from holdfast._geometry import volume
+from holdfast._plan.dtype_fit import cast_floats
 from holdfast._plan.flatten import Structure, containers_of
+from holdfast._plan.key_renaming import Rename, renaming
 from holdfast.errors import MissingKeyError, PlanError, UsageError
 from holdfast.per_rank import KEPT
 
 logger = logging.getLogger(__name__)
-
-Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,9 @@ def select(
             "%s: values that were kept for each rank are left out, as the target has one of each: %s%s",
             *(source.url, ", ".join(kept[:5]), " ..." if len(kept) > 5 else ""),
         )
-    taken = [key for key in there if key in wanted and key not in set(kept)]
-    naming = _naming(rename)
+    wanted.difference_update(kept)
+    taken = [key for key in there if key in wanted]
+    naming = str if rename is None else renaming(rename, with_below=True)
     chosen = Selection()
     paths = source.metadata.planner_data if isinstance(source.metadata.planner_data, dict) else {}
     old_paths: dict[str, Path] = {}
@@ -128,36 +129,6 @@ def _matching(there: Sequence[str], patterns: Sequence[str]) -> set[str]:
             raise MissingKeyError(f"no key matches {pattern!r}; there are {near}", key=pattern)
         found.update(matches)
     return found
-
-
-def _naming(rename: Rename | None) -> Callable[[str], str]:
-    if rename is None:
-        return lambda key: key
-    if not isinstance(rename, Mapping):
-        return _checked(rename)
-    # The longest name first, so that what is said of a part of it wins.
-    names = sorted(rename.items(), key=lambda pair: -len(pair[0]))
-
-    def renamed(key: str) -> str:
-        for old, new in names:
-            if key == old:
-                return new
-            if key.startswith(f"{old}."):
-                rest = key[len(old) + 1 :]
-                return f"{new}.{rest}" if new else rest
-        return key
-
-    return _checked(renamed)
-
-
-def _checked(rename: Callable[[str], str]) -> Callable[[str], str]:
-    def renamed(key: str) -> str:
-        name: Any = rename(key)
-        if not isinstance(name, str) or not name:
-            raise UsageError(f"rename gives {name!r} for {key}, which is no name", key=key, found=name)
-        return name
-
-    return renamed
 
 
 def _path_of(name: str, path: Path) -> Path:
@@ -208,9 +179,9 @@ def _entry(source: Source, key: str, name: str, dtype: torch.dtype | None) -> En
     tensor = source.tensor(key)
     if tensor is None:
         return Entry(key, name, None)
-    stored = tensor.properties.dtype
-    is_cast = dtype is not None and stored.is_floating_point
-    return Entry(key, name, dtype if is_cast else stored, tuple(tensor.size), tensor.properties.requires_grad)
+    properties = tensor.properties
+    stored = cast_floats(properties.dtype, dtype)
+    return Entry(key, name, stored, tuple(tensor.size), properties.requires_grad)
 
 
 def refuse_objects(selection: Selection, to: str) -> None:

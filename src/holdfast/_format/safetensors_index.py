@@ -1,7 +1,9 @@
 """Which file of a model has which tensor: the names of the files, and the index that says it."""
 
+import operator
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import SupportsIndex
 
 import msgspec
 
@@ -93,24 +95,32 @@ def files_by_mapping(
         UsageError: The mapping has a key that is no tensor, lacks one, or names what is no safetensors file.
     """
     keys = {tensor.key for tensor in tensors}
-    _refuse(sorted(mapping.keys() - keys), "fqn_to_index_mapping has, and the state does not")
+    _refuse(sorted(map(str, mapping.keys() - keys)), "fqn_to_index_mapping has, and the state does not")
     _refuse(sorted(keys - mapping.keys()), "the state has, and fqn_to_index_mapping does not")
-    numbers = [number for number in mapping.values() if not isinstance(number, str)]
+    places = {key: _file_in(key, place) for key, place in mapping.items()}
+    count = max((place for place in places.values() if isinstance(place, int)), default=0)
     names = {
-        place: place if isinstance(place, str) else numbered_name(place, max(numbers))
-        for place in mapping.values()
+        key: numbered_name(place, count) if isinstance(place, int) else place for key, place in places.items()
     }
-    for place, name in names.items():
-        if not is_plain_name(name) or not name.endswith(SUFFIX) or (isinstance(place, int) and place < 1):
-            raise UsageError(
-                f"fqn_to_index_mapping puts a tensor into {place!r}: a file is a number from 1 on, or a "
-                f"plain name that ends with {SUFFIX}",
-                found=place,
-            )
-    files: dict[str, list[StoredTensor]] = {name: [] for name in dict.fromkeys(names.values())}
+    files: dict[str, list[StoredTensor]] = {name: [] for name in sorted(set(names.values()))}
     for tensor in tensors:
-        files[names[mapping[tensor.key]]].append(tensor)
-    return dict(sorted(files.items()))
+        files[names[tensor.key]].append(tensor)
+    return files
+
+
+def _file_in(key: str, place: object) -> int | str:
+    """The number or the name of a file, as a mapping of the caller's has it."""
+    if isinstance(place, str):
+        if is_plain_name(place) and place.endswith(SUFFIX):
+            return place
+    elif isinstance(place, SupportsIndex) and not isinstance(place, bool) and operator.index(place) > 0:
+        return operator.index(place)
+    raise UsageError(
+        f"{key}: fqn_to_index_mapping puts it into {place!r}: a file is a number from 1 on, or a plain name "
+        f"that ends with {SUFFIX}",
+        key=key,
+        found=place,
+    )
 
 
 def _refuse(keys: list[str], what: str) -> None:
@@ -157,16 +167,22 @@ def parse_index(data: bytes | bytearray, *, path: str) -> dict[str, str]:
     """The file of each tensor.
 
     Raises:
-        MetadataFormatError: It is not an index, or names a file that would lie elsewhere.
+        MetadataFormatError: It is not an index, or names a file that does not lie beside it.
     """
     try:
         weight_map = msgspec.json.decode(data, type=_Index).weight_map
         refuse_doubles(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise MetadataFormatError(f"{path} is not the index of a model: {error}", path=path) from error
-    foreign = next((name for name in weight_map.values() if not is_plain_name(name)), None)
-    if foreign is not None:
-        raise MetadataFormatError(f"{path}: the file name {foreign!r} leads out of the folder", path=path)
+    for key, name in weight_map.items():
+        if not is_plain_name(name):
+            raise MetadataFormatError(
+                f"{key}: {path} says that it is in {name!r}. The files of a model must lie beside the index: "
+                "neither in a folder below it nor elsewhere. Move the file there, and name it so.",
+                key=key,
+                path=path,
+                found=name,
+            )
     return weight_map
 
 

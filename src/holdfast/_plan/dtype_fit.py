@@ -5,6 +5,7 @@ import torch
 from holdfast._human_units import some_of
 from holdfast._plan.fit_report import FitReport
 from holdfast._user_warning import warn_user
+from holdfast.errors import UsageError
 
 _MOST_NAMED = 20
 
@@ -60,3 +61,26 @@ def _kind(dtype: torch.dtype) -> str:
     if dtype.is_floating_point:
         return "float"
     return "bool" if dtype == torch.bool else "int"
+
+
+def float_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype that floating-point tensors are to be cast to, given as such or as its name; None for none.
+
+    Raises:
+        UsageError: It is none that floating-point numbers can be cast to.
+    """
+    if dtype is None:
+        return None
+    found = vars(torch).get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not _is_castable(found):
+        raise UsageError(f"dtype is a floating-point dtype such as bfloat16, not {dtype}", found=dtype)
+    return found
+
+
+def cast_floats(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """The dtype that tensors get if floating-point tensors are cast; all others keep theirs."""
+    return wanted if wanted is not None and _is_castable(stored) else stored
+
+
+def _is_castable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype != FLOAT4

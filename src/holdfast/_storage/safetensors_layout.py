@@ -19,15 +19,12 @@ from holdfast._format.safetensors_index import (
     numbered_name,
     temporary_file,
 )
+from holdfast._plan.dtype_fit import cast_floats
 from holdfast._plan.write_columns import BYTE_IO, Form, columns_of
 from holdfast.errors import InvalidPlanError, UsageError
 from holdfast.per_rank import KEPT
 from holdfast.planner import SavePlan
 
-Rename = Callable[[str], str] | Mapping[str, str]
-"""What a key is called in the files: a function of it, or new names for some keys."""
-
-_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _MOST_NAMED = 8
 
 
@@ -39,25 +36,19 @@ class ExportOptions:
         mapping: The number or the name of the file of each tensor; None to leave it to ``max_shard_size``.
         max_shard_size: The most bytes of tensors in a file; None for one file.
         dtype: What floating-point tensors are cast to; None to keep them.
-        rename: What keys are called in the files; None to keep them.
+        rename: What a key is called in the files; None to keep it.
         as_shard: One file is named as torch names the first of its shards, for readers that look for those.
     """
 
     mapping: Mapping[str, int | str] | None = None
     max_shard_size: int | None = None
     dtype: torch.dtype | None = None
-    rename: Rename | None = None
+    rename: Callable[[str], str] | None = None
     as_shard: bool = False
 
     def new_name(self, key: str) -> str:
         """What a key is called in the files."""
-        name = key
-        if self.rename is not None:
-            name = self.rename(key) if callable(self.rename) else self.rename.get(key, key)
-            if not name:
-                raise UsageError(
-                    f"{key}: rename gave {name!r}, which cannot be the name of a tensor", key=key
-                )
+        name = key if self.rename is None else self.rename(key)
         if name == ATTRIBUTES:
             raise UsageError(
                 f"{key}: {name!r} cannot be the name of a tensor in safetensors files, which keep their "
@@ -68,7 +59,7 @@ class ExportOptions:
 
     def stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that tensors of a dtype have in the files."""
-        return self.dtype if self.dtype is not None and dtype in _FLOATS else dtype
+        return cast_floats(dtype, self.dtype)
 
 
 class ExportFile(NamedTuple):
