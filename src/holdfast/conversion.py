@@ -13,6 +13,7 @@ from holdfast._conversion.entry_stream import EntryStream
 from holdfast._conversion.selection import Selection, refuse_objects, refuse_subclasses, select
 from holdfast._conversion.sources import Format, Source, open_source, open_target
 from holdfast._conversion.torch_save_target import TorchSaveTarget
+from holdfast._format.names import shows_a_checkpoint
 from holdfast._format.safetensors import SUFFIX
 from holdfast._io.places import local_path, open_file_place, open_place
 from holdfast._io.progress import ProgressTracker
@@ -108,7 +109,7 @@ def convert(
     Raises:
         UsageError: The arguments make no sense together.
         CheckpointNotFoundError: There is nothing to convert.
-        CheckpointExistsError: The target exists, and ``overwrite`` is not given.
+        CheckpointExistsError: The target exists, and ``overwrite`` is not given; or it has another format.
         MissingKeyError: A pattern of ``keys`` matches nothing.
         PlanError: The target cannot hold a value; the error names its key.
         UnsafeMetadataError: A value needs code to be read; the error names its key.
@@ -117,15 +118,15 @@ def convert(
     Example:
         >>> holdfast.convert("run/step-1000", "export", to="safetensors", keys="model", rename={"model": ""})
     """
+    _check_places(source, target)
     chosen = _format_of(target, to)
     globals_ = tuple(safe_globals)
     if max_shard_size is not None and chosen != "safetensors":
         raise UsageError("max_shard_size is for to='safetensors'; other targets are not divided")
-    _refuse_same(source, target)
     opened = open_source(source, allow_pickle=allow_pickle, safe_globals=globals_)
     selection = select(
         opened,
-        keys=[keys] if isinstance(keys, str) else keys,
+        keys=_patterns(keys),
         rename=rename,
         dtype=float_dtype(dtype),
         with_kept_values=chosen in {"holdfast", "torch"},
@@ -138,7 +139,7 @@ def convert(
         if chosen == "safetensors":
             refuse_objects(selection, "safetensors")
             refuse_subclasses(selection, "safetensors")
-            _refuse_model(target, overwrite=overwrite)
+        _refuse_others(target, chosen, overwrite=overwrite)
         with _no_empty_folder_left(target):
             _save(stream, target, chosen, overwrite, max_shard_size, progress)
         _check(stream, open_target(target, chosen), progress)
@@ -229,7 +230,20 @@ def _format_of(target: str | os.PathLike[str], to: str | None) -> Format:
     return next(name for name in known if name == to)
 
 
-def _refuse_same(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+def _patterns(keys: Any) -> list[str] | None:
+    if keys is None:
+        return None
+    patterns = [keys] if isinstance(keys, str) else keys
+    if not isinstance(patterns, Iterable) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise UsageError(f"keys is a pattern of keys, or a list of patterns, not {keys!r}", found=keys)
+    return list(patterns)
+
+
+def _check_places(source: Any, target: Any) -> None:
+    for name, place in (("source", source), ("target", target)):
+        if not isinstance(place, str | os.PathLike) or not os.fspath(place):
+            raise UsageError(f"{name} is a path or a URL, not {place!r}", found=place)
+
     def plain(place: str | os.PathLike[str]) -> str:
         folder = local_path(place)
         return os.fspath(place).rstrip("/") if folder is None else os.path.realpath(folder)
@@ -238,12 +252,23 @@ def _refuse_same(source: str | os.PathLike[str], target: str | os.PathLike[str])
         raise UsageError(f"{os.fspath(target)}: source and target are the same place", path=os.fspath(target))
 
 
-def _refuse_model(target: str | os.PathLike[str], *, overwrite: bool) -> None:
+def _refuse_others(target: str | os.PathLike[str], to: Format, *, overwrite: bool) -> None:
+    """Raise if the target has something that is not replaced, beside which readers would not find the new.
+
+    Checkpoints and models have files of different names, so neither replaces the other.
+    """
     store = open_place(target)
-    there = (
-        [] if overwrite or not store.can_list else [name for name in store.names() if name.endswith(SUFFIX)]
-    )
-    if there:
+    there = list(filter(shows_a_checkpoint, store.names() if store.can_list else ()))
+    models = [name for name in there if name.endswith(SUFFIX)]
+    checkpoints = [name for name in there if name not in models]
+    same, others = (models, checkpoints) if to == "safetensors" else (checkpoints, models)
+    if others:
         raise CheckpointExistsError(
-            f"{store.url} has a model already ({min(there)}); overwrite=True replaces it", path=store.url
+            f"{store.url} has {min(others)}, of another format than {to}, which would stay beside the new "
+            "files. Name another folder, or remove it.",
+            path=store.url,
+        )
+    if same and not overwrite:
+        raise CheckpointExistsError(
+            f"{store.url} has {min(same)} already; overwrite=True replaces it", path=store.url
         )

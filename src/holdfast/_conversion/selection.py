@@ -4,15 +4,23 @@ import fnmatch
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from holdfast._contents.nested_state import Container, Path
+from holdfast._contents.nested_state import Path
+from holdfast._conversion.nesting import (
+    move_with_neighbours,
+    moved_containers,
+    new_path,
+    refuse_values_in_values,
+    without_gaps,
+)
 from holdfast._conversion.sources import Source
 from holdfast._geometry import volume
+from holdfast._human_units import some_of
 from holdfast._plan.dtype_fit import cast_floats
-from holdfast._plan.flatten import Structure, containers_of
+from holdfast._plan.flatten import Structure, check_text, containers_of, flat_key, paths_of
+from holdfast._plan.kept_values import refuse_reserved
 from holdfast._plan.key_renaming import Rename, renaming
 from holdfast.errors import MissingKeyError, PlanError, UsageError
 from holdfast.per_rank import KEPT
@@ -93,37 +101,63 @@ def select(
     """
     there = list(source.metadata.state_dict_metadata)
     wanted = set(there) if keys is None else _matching(there, keys)
-    kept = [key for key in there if key.startswith(KEPT) and not with_kept_values and key in wanted]
-    if kept:
+    # Others may have any names, and keep nothing for each rank.
+    kept = {key for key in wanted if key.startswith(KEPT)} if source.format == "holdfast" else set()
+    if kept and not with_kept_values:
+        wanted -= kept
         logger.warning(
-            "%s: values that were kept for each rank are left out, as the target has one of each: %s%s",
-            *(source.url, ", ".join(kept[:5]), " ..." if len(kept) > 5 else ""),
+            "%s: values that were kept for each rank are left out, as the target has one of each: %s",
+            *(source.url, some_of(sorted(kept), 5)),
         )
-    wanted.difference_update(kept)
-    taken = [key for key in there if key in wanted]
     naming = str if rename is None else renaming(rename, with_below=True)
     chosen = Selection()
-    paths = source.metadata.planner_data if isinstance(source.metadata.planner_data, dict) else {}
-    old_paths: dict[str, Path] = {}
-    for key in taken:
+    paths = paths_of(source.metadata.planner_data)
+    moved: dict[Path, Path] = {}
+    numbers = [0]
+    for key in there:
+        numbers.append(numbers[-1] + (key in wanted))
+        if key not in wanted:
+            continue
         name, path = naming(key), paths.get(key, (key,))
         if name in chosen.entries:
             other = chosen.entries[name].key
             raise UsageError(f"{other} and {key} would both be called {name!r}: rename one of them", key=key)
+        check_text(name)
+        if with_kept_values and key not in kept:
+            refuse_reserved([name])
         chosen.entries[name] = _entry(source, key, name, dtype)
-        old_paths[name] = path
-        chosen.structure[name] = path if name == key else _path_of(name, path)
-    chosen.structure.containers = _containers(containers_of(paths), old_paths, chosen, there, keys, rename)
+        moved[path] = chosen.structure[name] = path if name == key else new_path(name, path)
+
+    places = moved_containers(moved)
+    for path, container in containers_of(source.metadata.planner_data).items():
+        place = places[path] if path in places else _place_of_empty(path, keys, rename, places)
+        if place is not None:
+            position = numbers[min(container.position, len(there))]
+            chosen.structure.containers[place] = container._replace(position=position)
+    if keys is not None or rename is not None:
+        chosen.structure = without_gaps(chosen.structure)
+        refuse_values_in_values(chosen.structure)
     return chosen
 
 
+def _place_of_empty(
+    path: Path, keys: Sequence[str] | None, rename: Rename | None, places: Mapping[Path, Path]
+) -> "Path | None":
+    """Where a container goes that no taken value is in; None if it is not taken."""
+    key = flat_key(path)
+    if keys is not None and not any(_matches(key, pattern) for pattern in keys):
+        return None
+    if not isinstance(rename, Mapping):  # a function of the caller's knows keys only
+        return move_with_neighbours(path, places)
+    return new_path(renaming(rename, with_below=True)(key), path) if rename.get(key) != "" else None
+
+
 def _matching(there: Sequence[str], patterns: Sequence[str]) -> set[str]:
+    if not patterns:
+        raise UsageError("keys is empty: pass patterns of the keys to take, or None for all", found=patterns)
     found = set()
     for pattern in patterns:
-        below = f"{pattern}.*"
-        matches = [
-            key for key in there if fnmatch.fnmatchcase(key, pattern) or fnmatch.fnmatchcase(key, below)
-        ]
+        matches = [key for key in there if _matches(key, pattern)]
         if not matches:
             near = ", ".join(there[:5]) + (", ..." if len(there) > 5 else "")
             raise MissingKeyError(f"no key matches {pattern!r}; there are {near}", key=pattern)
@@ -131,48 +165,8 @@ def _matching(there: Sequence[str], patterns: Sequence[str]) -> set[str]:
     return found
 
 
-def _path_of(name: str, path: Path) -> Path:
-    """The path of a renamed key: steps at both ends that did not change stay, what is between is one step."""
-    first: list[Any] = []
-    last: list[Any] = []
-    steps, rest = list(path), name
-    while len(steps) > 1 and rest.startswith(f"{steps[0]}."):
-        rest = rest[len(str(steps[0])) + 1 :]
-        first.append(steps.pop(0))
-    while steps and (rest == str(steps[-1]) or rest.endswith(f".{steps[-1]}")):
-        rest = rest[: -len(str(steps[-1])) - 1] if rest != str(steps[-1]) else ""
-        last.insert(0, steps.pop())
-    return (*first, *([rest] if rest else []), *last)
-
-
-def _containers(
-    containers: Mapping[Path, Container],
-    old_paths: Mapping[str, Path],
-    chosen: Selection,
-    there: Sequence[str],
-    keys: Sequence[str] | None,
-    rename: Rename | None,
-) -> dict[Path, Container]:
-    """The containers of what is taken, at their new places."""
-    if not containers:
-        return {}
-    places: dict[Path, Path] = {(): ()}
-    for name, old in old_paths.items():
-        new = chosen.structure[name]
-        for below in range(1, min(len(old), len(new))):
-            if old[-below:] == new[-below:]:
-                places.setdefault(old[:-below], new[:-below])
-    if keys is None and rename is None:
-        places.update({path: path for path in containers})
-    taken = {entry.key for entry in chosen.entries.values()}
-    numbers = [0]
-    for key in there:
-        numbers.append(numbers[-1] + (key in taken))
-    return {
-        places[path]: container._replace(position=numbers[min(container.position, len(there))])
-        for path, container in containers.items()
-        if path in places
-    }
+def _matches(key: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(key, pattern) or fnmatch.fnmatchcase(key, f"{pattern}.*")
 
 
 def _entry(source: Source, key: str, name: str, dtype: torch.dtype | None) -> Entry:
@@ -180,6 +174,12 @@ def _entry(source: Source, key: str, name: str, dtype: torch.dtype | None) -> En
     if tensor is None:
         return Entry(key, name, None)
     properties = tensor.properties
+    if str(properties.dtype).startswith(("torch.qint", "torch.quint")):
+        raise PlanError(
+            f"{key}: is a quantised tensor that torch has saved as a plain one: its scales are not known. "
+            "Leave it out with keys=.",
+            key=key,
+        )
     stored = cast_floats(properties.dtype, dtype)
     return Entry(key, name, stored, tuple(tensor.size), properties.requires_grad)
 

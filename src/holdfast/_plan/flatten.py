@@ -223,7 +223,7 @@ class _Flattening:
         else:
             key = ".".join(map(str, path)) if len(path) > 1 else str(path[0])
             if not key.isascii():
-                _check_text(key)
+                check_text(key)
             if key in self.leaves:
                 raise UsageError(
                     f"two values would both be called {key!r}: "
@@ -270,7 +270,8 @@ class _Flattening:
         return self.is_tensor(value)
 
 
-def _check_text(key: str) -> None:
+def check_text(key: str) -> None:
+    """Raise UsageError if a name cannot be written down."""
     try:
         key.encode()
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
 """Small values that differ between ranks and are kept for each: how many may be, and what they are called."""
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from holdfast._contents.nested_state import Container, Path
@@ -44,9 +44,9 @@ class _Counter:
             raise _TooLargeError
 
 
-def refuse_reserved(state: Mapping[Any, Any]) -> None:
-    """Raise UsageError if a name of the state looks like those of values that are kept for ranks."""
-    for key in state:
+def refuse_reserved(names: Iterable[Any]) -> None:
+    """Raise UsageError if a name of a state looks like those of values that are kept for ranks."""
+    for key in names:
         if type(key) is str and key.startswith(KEPT):
             raise UsageError(
                 f"the state has the key {key!r}: names that begin with {KEPT} are those under which a "

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, cast
 
+from holdfast._plan.flatten import check_text
 from holdfast.errors import UsageError
 
 Rename: TypeAlias = Callable[[str], str] | Mapping[str, str]
@@ -21,9 +22,11 @@ def renaming(rename: Rename, *, with_below: bool = False) -> Callable[[str], str
         UsageError: It is neither a function nor a dict from text.
     """
     if isinstance(rename, Mapping):
-        for old in cast("Mapping[object, object]", rename):
+        for old, new in cast("Mapping[object, object]", rename).items():
             if not isinstance(old, str):
                 raise UsageError(f"rename has a new name for {old!r}, and keys are text", found=old)
+            if not isinstance(new, str):
+                raise UsageError(f"{old}: rename gives {new!r}, which cannot be a name", key=old, found=new)
         return _checked(_prefixes(rename) if with_below else lambda key: rename.get(key, key))
     if not callable(rename):
         raise UsageError(
@@ -53,6 +56,7 @@ def _checked(rename: Callable[[str], str]) -> Callable[[str], str]:
         name: Any = rename(key)
         if not isinstance(name, str) or not name:
             raise UsageError(f"{key}: rename gives {name!r}, which cannot be a name", key=key, found=name)
+        check_text(name)
         return name
 
     return renamed

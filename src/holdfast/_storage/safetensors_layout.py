@@ -19,7 +19,7 @@ from holdfast._format.safetensors_index import (
     numbered_name,
     temporary_file,
 )
-from holdfast._plan.dtype_fit import cast_floats
+from holdfast._plan.dtype_fit import FLOAT4, cast_floats
 from holdfast._plan.write_columns import BYTE_IO, Form, columns_of
 from holdfast.errors import InvalidPlanError, UsageError
 from holdfast.per_rank import KEPT
@@ -146,7 +146,7 @@ def refuse_what_is_no_tensor(plan: SavePlan) -> None:
     kept = [key for key in columns.keys if key.startswith(KEPT)]
     _refuse(kept, "a value that differs between ranks, and safetensors files keep one value for all of them")
     forms = zip(columns.keys, columns.form, strict=True)
-    unknown = [key for key, form in forms if not knows_dtype(_name_of(columns.forms[form].properties[0]))]
+    unknown = [key for key, form in forms if not _is_known(columns.forms[form])]
     _refuse(unknown, "of a dtype that safetensors files cannot keep. Cast it, or leave it out")
 
 
@@ -154,6 +154,12 @@ def _refuse(keys: Sequence[str], what: str) -> None:
     if keys:
         more = f" (and {len(keys) - 1} more: {', '.join(keys[1:_MOST_NAMED])})" if len(keys) > 1 else ""
         raise InvalidPlanError(f"{keys[0]}{more}: {what}. Nothing was written.", key=keys[0])
+
+
+def _is_known(form: Form) -> bool:
+    dtype = form.properties[0]
+    # The format counts the numbers of a packed pair, so a lone pair needs a dimension.
+    return knows_dtype(_name_of(dtype)) and (dtype != FLOAT4 or len(form.size) > 0)
 
 
 def _name_of(dtype: torch.dtype) -> str:
