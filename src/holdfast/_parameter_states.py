@@ -1,5 +1,6 @@
 """State dicts that know what they are the state of, so that a load can make room for what is missing."""
 
+import itertools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -81,7 +82,7 @@ def remember_flat(states: ParameterStates) -> None:
     plain dict, but its keys are the same objects. So the first key tells where the entries come from.
     """
     for optimizer in states.optimizers[:1]:
-        for key in list(states)[:1]:
+        for key in itertools.islice(states, 1):
             _origins[optimizer] = _Origin(key, states.parameters, states.is_whole, states.device)
 
 

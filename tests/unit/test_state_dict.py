@@ -313,6 +313,45 @@ def test_names_of_parameters_in_groups_stay_those_of_the_optimizer() -> None:
         assert turned.param_groups[0]["momentum"] == 0.1
 
 
+@pytest.mark.parametrize("options", [None, FLAT])
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_that_a_group_lists_twice_has_one_state(options: StateDictOptions | None) -> None:
+    model = nn.Linear(2, 3)
+    listed = [model.weight, model.bias, model.weight]
+    optimizer = torch.optim.SGD(listed, lr=0.1, momentum=0.9)
+    train(model, optimizer)
+    read = get_optimizer_state_dict(model, optimizer, options=options)
+    if options is None:
+        assert list(read["state"]) == ["weight", "bias"]
+        assert read["param_groups"][0]["params"] == ["weight", "bias", "weight"]
+    assert not [key for key in read if "@" in key]
+    fresh = torch.optim.SGD(listed, lr=0.2, momentum=0.9)
+    set_optimizer_state_dict(model, fresh, copy.deepcopy(read))
+    assert_same(contents(fresh), contents(optimizer))
+    once = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    set_optimizer_state_dict(model, once, copy.deepcopy(read))
+    for parameter in model.parameters():
+        assert_same(once.state[parameter], optimizer.state[parameter])
+
+
+def test_reading_leaves_a_state_dict_alone_that_a_model_keeps() -> None:
+    class Keeping(nn.Linear):
+        kept: Any = None
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            self.kept = self.kept or super().state_dict(*args, **kwargs)
+            return self.kept
+
+    plain: Any = nn.Linear(2, 2)
+    kept = plain.state_dict()
+    plain._register_state_dict_hook(lambda *_: kept)
+    for model in (Keeping(2, 2), plain):
+        before = dict(model.state_dict())
+        assert list(get_model_state_dict(model, options=StateDictOptions(cpu_offload=True))) == list(before)
+        get_model_state_dict(model).clear()
+        assert list(model.state_dict()) == list(before)
+
+
 @pytest.mark.parametrize("options", [None, FLAT], ids=["nested", "flat"])
 def test_several_optimizers_keep_their_own_state_of_a_parameter_that_they_share(
     options: StateDictOptions | None,

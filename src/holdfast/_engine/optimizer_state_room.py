@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from holdfast._engine.missing_state import StateMaker
 from holdfast._engine.optimizer_groups import assign_groups, check_sizes, listed_groups
 from holdfast._model_state.optimizer_kind import refuse_other_kind, refuse_other_options
-from holdfast._model_state.parameter_names import names_by_parameter
+from holdfast._model_state.parameter_names import ParameterNames
 from holdfast._model_state.state_dict_options import StateDictOptions
 from holdfast._parameter_states import ParameterStates
 from holdfast._plan.flatten import flat_key
@@ -211,7 +211,7 @@ class ObjectRoom(_Room):
         if len(self.own_names) == len(self.parameters):
             return self.own_names
         names = _names_of_parameters(self.modules)
-        return [names.get(id(parameter), "") for parameter in self.parameters]
+        return [names.get(parameter, "") for parameter in self.parameters]
 
     def own_key(self, key: Any, *, are_numbers: bool) -> Any:
         if not str(key).isdecimal():
@@ -264,10 +264,9 @@ def _in_layout_of(parameter: torch.Tensor | None, value: Any) -> Any:
     return value
 
 
-def _names_of_parameters(modules: list[torch.nn.Module]) -> dict[int, str]:
-    """The name of each parameter of some modules, by its ``id``."""
-    names: dict[int, str] = {}
-    for module in modules:
-        for parameter, all_names in names_by_parameter(module, StateDictOptions()).items():
-            names.setdefault(parameter, all_names[0])
+def _names_of_parameters(modules: list[torch.nn.Module]) -> dict[torch.Tensor, str]:
+    """The name of each parameter of some modules; the first module that has it counts."""
+    names: dict[torch.Tensor, str] = {}
+    for module in reversed(modules):
+        names |= ParameterNames(module, StateDictOptions()).first
     return names

@@ -40,24 +40,25 @@ class _ExactValues:
     """
 
     def __init__(self) -> None:
-        self._states: dict[Any, Any] = {}
+        self._states: Mapping[Any, Any] = {}
+        self._parameters: dict[Any, torch.Tensor] = {}
 
     def before(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        parameters = [p for group in optimizer.param_groups for p in group[PARAMS]]
-        numbers = [number for group in state_dict[GROUPS] for number in group[PARAMS]]
+        parameters = (p for group in optimizer.param_groups for p in group[PARAMS])
+        numbers = (number for group in state_dict[GROUPS] for number in group[PARAMS])
+        self._parameters = dict(zip(numbers, parameters, strict=False))
         self._states = state_dict[STATE]
-        by_number = dict(zip(numbers, parameters, strict=False))
-        passed = {
-            number: _passed_through(state, None, by_number[number]) if number in by_number else state
-            for number, state in self._states.items()
-        }
-        self._states = {by_number[n]: state for n, state in self._states.items() if n in by_number}
+        passed = {}
+        for number, state in self._states.items():
+            parameter = self._parameters.get(number)
+            passed[number] = state if parameter is None else _passed_through(state, None, parameter)
         return {**state_dict, STATE: passed}
 
     def after(self, optimizer: Optimizer) -> None:
-        for parameter, state in self._states.items():
-            loaded = optimizer.state.get(parameter)
-            if loaded is not None:
+        for number, state in self._states.items():
+            parameter = self._parameters.get(number)
+            loaded = None if parameter is None else optimizer.state.get(parameter)
+            if parameter is not None and loaded is not None:
                 optimizer.state[parameter] = _exact(state, None, parameter.device, loaded)
 
 

@@ -5,6 +5,7 @@ keys, such as the numbers of Shampoo's preconditioners, stays a dict: a key of t
 what they were.
 """
 
+import sys
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -53,30 +54,33 @@ def _can_be_flattened(value: Any) -> bool:
 
 def unflattened(
     flat: Mapping[str, Any], current: Mapping[str, Mapping[Any, Any]]
-) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """The state and the options of each parameter.
+) -> Iterator[tuple[str, dict[Any, Any], dict[str, Any]]]:
+    """Each parameter that the flat dict has, its state and its options.
 
     Args:
         flat: The flat dict. Entries of parameters that are not in ``current`` are left out.
         current: The state that each parameter has now, by name. Keys that torch's helpers have made strings
             get their type back if they are in it.
     """
-    states: dict[str, Any] = {}
-    options: dict[str, dict[str, Any]] = {}
-    for key, value in flat.items():
-        kind, _, rest = key.partition(".")
-        name = _known_name(rest, current)
-        if name is None:
-            continue
-        entry = rest[len(name) + 1 :]
-        if not entry:
-            if kind == STATE and isinstance(value, dict):
-                states[name] = value
-        elif kind == GROUPS:
-            options.setdefault(name, {})[entry] = value
-        elif kind == STATE:
-            _put(states.setdefault(name, {}), current[name], entry, value)
-    return states, options
+    # By parameter: the options of all parameters at once would take as much memory as the flat dict.
+    keys: dict[str, list[str]] = {}
+    for key in flat:
+        parameter = parameter_of(key, current)
+        if parameter is not None:
+            keys.setdefault(parameter, []).append(key)
+    for name, of_parameter in keys.items():
+        state: dict[Any, Any] = {}
+        options: dict[str, Any] = {}
+        for key in of_parameter:
+            kind, _, rest = key.partition(".")
+            entry = sys.intern(rest[len(name) + 1 :])
+            if kind == GROUPS and entry:
+                options[entry] = flat[key]
+            elif kind == STATE and entry:
+                _put(state, current[name], entry, flat[key])
+            elif kind == STATE and isinstance(flat[key], dict):
+                state = flat[key]
+        yield name, state, options
 
 
 def parameter_of(key: str, names: Collection[str]) -> str | None:

@@ -36,14 +36,9 @@ def read_model(
 ) -> dict[str, Any]:
     """What ``model.state_dict()`` has, by name; the module's versions (``_metadata``) go with it."""
     names = ModelNames(model)
-    own = unpatched_method(model, "state_dict")()
-    found: OrderedDict[str, Any] = OrderedDict()
-    for key, value in own.items():
-        name = names.name_of(key)
-        if name in found:
-            other = next(other for other in own if names.name_of(other) == name)
-            raise RuntimeError(f"the state dict of the model has two keys of one name: {other} and {key}")
-        found[name] = value
+    own = _state_dict_to_change(model)
+    versions = _versions_in(own)
+    found = _renamed(own, names)
     if submodules:
         found = OrderedDict(_of_submodules(found, model, set(submodules), names, options))
     if options.ignore_frozen_params:
@@ -55,11 +50,36 @@ def read_model(
             found[name] = changed_leaves(value, deliver)
     if is_left_to_rank0(options):
         return {}
-    versions = _versions_in(own)
     if versions is not None:
         vars(found)["_metadata"] = OrderedDict(
             (names.name_of_module(path), version) for path, version in versions.items()
         )
+    return found
+
+
+def _state_dict_to_change(model: nn.Module) -> "OrderedDict[str, Any]":
+    """``model.state_dict()``; a copy of it if a method or a hook of the model may keep what it returns."""
+    state_dict = unpatched_method(model, "state_dict")
+    is_torchs = getattr(state_dict, "__func__", None) is nn.Module.state_dict
+    own: Any = state_dict()
+    if is_torchs and not vars(model)["_state_dict_hooks"]:
+        return own  # type: ignore[no-any-return]
+    entries = OrderedDict(own)
+    vars(entries)["_metadata"] = _versions_in(own)
+    return entries
+
+
+def _renamed(own: "OrderedDict[str, Any]", names: ModelNames) -> "OrderedDict[str, Any]":
+    """The entries by name. They are taken out of ``own``, so that there are never two dicts of them."""
+    if all(names.name_of(key) == key for key in own):
+        return own
+    found: OrderedDict[str, Any] = OrderedDict()
+    while own:
+        key, value = own.popitem(last=False)
+        name = names.name_of(key)
+        if name in found:
+            raise RuntimeError(f"the state dict of the model has two keys of the name {name}: one is {key}")
+        found[name] = value
     return found
 
 
@@ -112,8 +132,8 @@ def set_model(model: nn.Module, state: Mapping[str, Any], options: StateDictOpti
         for name, value in state.items():
             loading.take(name, value)
     if options.ignore_frozen_params:
-        for name in frozen_names(model) & loading.keys.keys():
-            loading.leave_alone(loading.keys[name])
+        for name in frozen_names(model):
+            loading.leave_alone(name)
     return _load(model, state, loading, options)
 
 
@@ -127,11 +147,11 @@ def _start_loading(model: nn.Module, options: StateDictOptions) -> "_Loading":
 
 
 def _own_tensors(model: nn.Module) -> dict[str, Any]:
-    """The model's own state dict, with the parameters themselves where they are in it."""
+    """What the model's own state dict has, with the parameters themselves where they are in it."""
     state_dict = unpatched_method(model, "state_dict")
     has_own = type(model).state_dict is not nn.Module.state_dict
-    own: dict[str, Any] = state_dict() if has_own else state_dict(keep_vars=True)
-    return own
+    # A plain dict: the versions of all modules, which torch attaches, take as much memory as the entries.
+    return dict(state_dict() if has_own else state_dict(keep_vars=True))
 
 
 def _one_device(targets: Mapping[str, Any]) -> torch.device | None:
@@ -151,9 +171,8 @@ class _Loading:
     ever there. A tensor on the meta device gets memory; tied ones get the same.
 
     Attributes:
-        keys: The key in the model's own state dict for each of its names.
         values: What to load, by key.
-        given: The name that the caller used for each key.
+        unexpected: The name that the caller used for each key that the model has not.
         assign: Whether tensors of the model are replaced instead of filled.
         names: The names of the model.
         device: The device of the model's tensors; None if they have none.
@@ -162,9 +181,9 @@ class _Loading:
     def __init__(
         self, names: ModelNames, targets: dict[str, Any], device: torch.device | None, *, assign: bool
     ) -> None:
-        self.keys = {names.name_of(key): key for key in targets}
-        self.values: dict[str, Any] = {}
-        self.given: dict[str, str] = {}
+        self.values: OrderedDict[str, Any] = OrderedDict()
+        self._keys = {name: key for key in targets if (name := names.name_of(key)) != key}
+        self.unexpected: dict[str, str] = {}
         self.assign = assign
         self.names = names
         self.device = device
@@ -173,7 +192,7 @@ class _Loading:
 
     def key_for(self, name: str) -> str:
         """The key under which to load what the caller calls ``name``, which may be the key itself."""
-        found = self.keys.get(name)
+        found = self._keys.get(name)
         if found is None and name in self._targets:
             return name
         return self.names.key_of(name) if found is None else found
@@ -181,13 +200,18 @@ class _Loading:
     def take(self, name: str, value: Any) -> None:
         """Load ``value``, which stays the caller's."""
         key = self.key_for(name)
-        self.given[key] = name
         target = self._targets.get(key)
         is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
         into_shards = isinstance(target, DTensor) and is_whole
         if is_whole and self.fits(key, value.shape) and (into_shards or self.assign):
             value = self.placed(key, value)
+        self.load(name, key, value)
+
+    def load(self, name: str, key: str, value: Any) -> None:
+        """Load ``value`` under ``key``, which the caller calls ``name``."""
         self.values[key] = value
+        if key not in self._targets:
+            self.unexpected[key] = name
 
     def give_memory(self, state: Mapping[str, Any]) -> None:
         """Give memory to tensors on the meta device that are filled: torch fills nothing there, and warns.
@@ -213,9 +237,11 @@ class _Loading:
                         "model.to_empty(device=...) first."
                     ) from error
 
-    def leave_alone(self, key: str) -> None:
-        """Let the model keep what it has under ``key``, unless there is something to load."""
-        self.values.setdefault(key, self._targets[key])
+    def leave_alone(self, name: str) -> None:
+        """Let the model keep what it has under a name, if it has anything and there is nothing to load."""
+        key = self.key_for(name)
+        if key in self._targets:
+            self.values.setdefault(key, self._targets[key])
 
     def has(self, key: str) -> bool:
         """Whether the model has an entry of that key."""
@@ -299,11 +325,10 @@ def _expect(sent: SentState, loading: _Loading) -> dict[int, str]:
             by_number[value.number] = key
         if name in without_place and name not in unexpected:
             continue
-        loading.given[key] = name
         is_tensor = isinstance(value, SentTensor)
         # If no place fits, load_state_dict reports it. It looks only at the shape.
-        loading.values[key] = (
-            torch.empty(value.shape, dtype=value.dtype, device="meta") if is_tensor else value
+        loading.load(
+            name, key, torch.empty(value.shape, dtype=value.dtype, device="meta") if is_tensor else value
         )
     return by_number
 
@@ -317,12 +342,11 @@ def _load(
     model: nn.Module, state: Mapping[str, Any], loading: _Loading, options: StateDictOptions
 ) -> IncompatibleKeys:
     versions = _versions_in(state)
+    values = loading.values
     if versions is not None:
-        paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
-        by_path = {path: versions.get(loading.names.name_of_module(path)) for path in paths}
-        versions = {path: one for path, one in by_path.items() if one is not None}
-    values: OrderedDict[str, Any] = OrderedDict(loading.values)
-    if versions is not None:
+        paths = (path for path, _ in model.named_modules(remove_duplicate=False))
+        by_path = ((path, versions.get(loading.names.name_of_module(path))) for path in paths)
+        versions = {path: version for path, version in by_path if version is not None}
         vars(values)["_metadata"] = versions
     if type(model).load_state_dict is not nn.Module.load_state_dict:
         # Only passed where it is needed: methods of users may not know it.
@@ -333,7 +357,7 @@ def _load(
     done.load(model, values)
     keys = _IncompatibleKeys(
         [loading.names.name_of(key) for key in done.missing],
-        [loading.given.get(key) or loading.names.name_of(key) for key in done.unexpected],
+        [loading.unexpected.get(key) or loading.names.name_of(key) for key in done.unexpected],
     )
     if done.errors or (options.strict and (keys.missing_keys or keys.unexpected_keys)):
         raise RuntimeError(_misfit(model, keys, done.errors, options))

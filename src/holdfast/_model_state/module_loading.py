@@ -39,14 +39,15 @@ class ModuleLoading:
         module._load_from_state_dict(  # noqa: SLF001
             values, prefix, about, strict, self.missing, self.unexpected, self.errors
         )
-        parts: dict[str, dict[str, Any]] = {}
-        for key, value in values.items():
+        keys_of: dict[str, list[str]] = {}
+        for key in values:
             child, dot, _ = key[len(prefix) :].partition(".")
             if dot and key.startswith(prefix):
-                parts.setdefault(child, {})[key] = value
+                keys_of.setdefault(child, []).append(key)
         for name, child_module in vars(module)["_modules"].items():
             if child_module is not None:
-                self.load(child_module, parts.get(name, {}), f"{prefix}{name}.")
+                own = {key: values[key] for key in keys_of.get(name, ())}
+                self.load(child_module, own, f"{prefix}{name}.")
         keys = _IncompatibleKeys(self.missing, self.unexpected)
         for hook in vars(module)["_load_state_dict_post_hooks"].values():
             if hook(module, keys) is not None:

@@ -1,5 +1,6 @@
 """State dicts of optimizers, in every form that they come in, set into optimizers."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,40 +68,42 @@ def set_optimizers(
 
 
 def _read(state_dict: Mapping[str, Any], named: Sequence[NamedOptimizer]) -> _SavedOptimizers:
+    found = _SavedOptimizers({})
     if STATE not in state_dict and GROUPS not in state_dict:
         current = {
             name: one.state_of(number)
             for one in named
-            for number, names in enumerate(one.names)
-            for name in names
+            for number in range(len(one.names))
+            for name in one.all_names(number)
         }
-        states, options = unflattened(state_dict, current)
-        flat = _SavedOptimizers(states)
-        for name, of_parameter in options.items():
-            flat.groups.add(of_parameter, [name])
-        return flat
+        for name, state, options in unflattened(state_dict, current):
+            if state:
+                found.states[name] = state
+            if options:
+                found.groups.add(options, [name])
+        return found
     groups = state_dict.get(GROUPS, [])
-    numbers = [number for group in groups for number in group[PARAMS]]
-    if numbers and all(isinstance(number, int) for number in numbers):
-        renamed = _names_of_numbers(groups, numbers, named)
-    else:
-        renamed = {name: name for name in numbers}
-    found = _SavedOptimizers({})
+    names = _names_of_numbers(groups, named)
     for group in groups:
         found.groups.add(
             {key: value for key, value in group.items() if key != PARAMS},
-            [renamed[one] for one in group[PARAMS]],
+            [names.get(one, one) for one in group[PARAMS]],
         )
+    of_parameters = names or found.groups.place_of
     for key, state in state_dict.get(STATE, {}).items():
-        is_parameter = key in renamed or not groups
-        (found.states if is_parameter else found.others)[renamed.get(key, key)] = state
+        is_parameter = key in of_parameters or not groups
+        (found.states if is_parameter else found.others)[names.get(key, key)] = state
     return found
 
 
-def _names_of_numbers(
-    groups: Sequence[Mapping[str, Any]], numbers: Sequence[int], named: Sequence[NamedOptimizer]
-) -> dict[Any, Any]:
-    """The names for the numbers of ``optimizer.state_dict()``, which count the parameters in their order."""
+def _names_of_numbers(groups: Sequence[Mapping[str, Any]], named: Sequence[NamedOptimizer]) -> dict[Any, str]:
+    """The names for the numbers of ``optimizer.state_dict()``, which count the parameters in their order.
+
+    There are none if the groups have names.
+    """
+    numbers = [number for group in groups for number in group[PARAMS]]
+    if not all(isinstance(number, int) for number in numbers) or not numbers:
+        return {}
     if len(named) != 1:
         raise ValueError(
             "a state dict with numbers instead of names belongs to one optimizer; it cannot be set into "
@@ -113,7 +116,7 @@ def _names_of_numbers(
             f"a state dict with numbers instead of names needs groups of the same sizes: it has {saved}, the "
             f"optimizer {own}"
         )
-    return dict(zip(numbers, (names[0] for names in named[0].names), strict=True))
+    return dict(zip(numbers, named[0].names, strict=True))
 
 
 def _fitted(
@@ -127,9 +130,9 @@ def _fitted(
             PlanError, this is the state of another kind of optimizer.
     """
     refuse_other_kind([one.optimizer for one in named], saved.groups.options, saved.states)
-    chosen = [[saved.known_name(names) for names in one.names] for one in named]
+    chosen = [[saved.known_name(one.all_names(number)) for number in range(len(one.names))] for one in named]
     missing = [
-        one.names[number][0]
+        one.names[number]
         for one, names in zip(named, chosen, strict=True)
         for number, name in enumerate(names)
         if name is None and one.parameters[number].requires_grad
@@ -157,8 +160,14 @@ def _numbered(
     *,
     is_whole: bool,
 ) -> dict[str, Any]:
+    own = one.optimizer.param_groups
+    numbered, end = [], 0
+    for group in own:
+        begin, end = end, end + len(group[PARAMS])
+        numbered.append(ParameterNumbers(range(begin, end)))
     states: dict[Any, Any] = {}
-    for number, (name, parameter) in enumerate(zip(names, one.parameters, strict=True)):
+    for number in itertools.chain.from_iterable(numbered):
+        name, parameter = names[number], one.parameters[number]
         current = one.state_of(number)
         if name is None:
             state: Any = current
@@ -166,16 +175,11 @@ def _numbered(
             state = saved.states.get(name)
             if is_whole and isinstance(parameter, DTensor):
                 state = placed_state(state, None, parameter, current)
-            if one.shared[number] and name != one.names[number][0]:
+            if number in one.shared and name != one.names[number]:
                 state = changed_leaves(state, _own_copy)
         if state:
             states[number] = state
-    groups, begin = [], 0
-    own = one.optimizer.param_groups
-    numbered = []
-    for group in own:
-        numbered.append(ParameterNumbers(range(begin, begin + len(group[PARAMS]))))
-        begin += len(group[PARAMS])
+    groups = []
     taken = saved.groups.take_options(own, [[names[number] for number in numbers] for numbers in numbered])
     for group, numbers, options in zip(own, numbered, taken, strict=True):
         if PARAM_NAMES in group:
@@ -183,7 +187,8 @@ def _numbered(
             options.pop(PARAM_NAMES, None)
         now = {key: value for key, value in group.items() if key != PARAMS}
         groups.append({**now, **options, PARAMS: numbers})
-    return {STATE: {**states, **saved.others}, GROUPS: groups}
+    states.update(saved.others)
+    return {STATE: states, GROUPS: groups}
 
 
 def _own_copy(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from holdfast._model_state.flat_optimizer_state import (
     group_leaves,
     state_leaves,
 )
-from holdfast._model_state.parameter_names import names_by_parameter
+from holdfast._model_state.parameter_names import ParameterNames
 from holdfast._model_state.patched_methods import unpatched_method
 from holdfast._model_state.state_dict_options import StateDictOptions
 from holdfast._model_state.whole_tensors import changed_leaves, delivered, is_left_to_rank0
@@ -30,31 +31,42 @@ class NamedOptimizer:
     Attributes:
         optimizer: The optimizer.
         parameters: Its parameters in the order in which it numbers them.
-        names: All names of each of them. The first one is used for reading.
-        shared: For each of them, whether an optimizer before this one has it as well.
+        names: The name of each of them under which its state is read.
+        shared: The numbers of those that an optimizer before this one has as well.
+
+    Args:
+        optimizer: The optimizer.
+        known: The names of the model's parameters.
+        earlier: How many of the optimizers before this one have each parameter.
     """
 
-    def __init__(self, optimizer: Optimizer, known: dict[int, tuple[str, ...]], seen: dict[int, int]) -> None:
+    def __init__(self, optimizer: Optimizer, known: ParameterNames, earlier: Counter[torch.Tensor]) -> None:
         self.optimizer = optimizer
         self.parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group[PARAMS]]
-        self.names: list[tuple[str, ...]] = []
-        self.shared: list[bool] = []
+        self.names: list[str] = []
+        self.shared: set[int] = set()
+        self._others: dict[int, list[str]] = {}
         for number, parameter in enumerate(self.parameters):
-            names = known.get(id(parameter))
-            if names is None:
+            name = known.first.get(parameter)
+            if name is None:
                 raise ValueError(
                     f"parameter {number} of the {type(optimizer).__name__}, of shape "
                     f"{tuple(parameter.shape)}, is not a parameter of the model; make the optimizer after "
                     "the model has been wrapped, sharded or moved"
                 )
-            count = seen[id(parameter)] = seen.get(id(parameter), 0) + 1
-            self.shared.append(count > 1)
-            # The second optimizer of a parameter has a state of its own, which needs a name of its own.
-            self.names.append(names if count == 1 else (f"{names[0]}@{count}", *names))
+            if parameter in known.others:
+                self._others[number] = known.others[parameter]
+            if parameter in earlier:
+                # The second optimizer of a parameter has a state of its own, which needs a name of its own.
+                self.shared.add(number)
+                self._others[number] = [name, *self._others.get(number, ())]
+                name = f"{name}@{earlier[parameter] + 1}"
+            self.names.append(name)
 
-    def first_names(self) -> list[str]:
-        """The name of each parameter under which its state is read."""
-        return [names[0] for names in self.names]
+    def all_names(self, number: int) -> Iterator[str]:
+        """All names of a parameter, beginning with the one under which its state is read."""
+        yield self.names[number]
+        yield from self._others.get(number, ())
 
     def state_of(self, number: int) -> dict[Any, Any]:
         """What the optimizer keeps for a parameter now; an empty dict if it keeps nothing."""
@@ -85,9 +97,14 @@ def named_optimizers(
     Raises:
         ValueError: An optimizer has a parameter that the model has not.
     """
-    known = names_by_parameter(model, options)
-    seen: dict[int, int] = {}
-    return [NamedOptimizer(optimizer, known, seen) for optimizer in optimizers]
+    known = ParameterNames(model, options)
+    earlier: Counter[torch.Tensor] = Counter()
+    named: list[NamedOptimizer] = []
+    for optimizer in optimizers:
+        if named:
+            earlier.update(set(named[-1].parameters))
+        named.append(NamedOptimizer(optimizer, known, earlier))
+    return named
 
 
 @torch.no_grad()
@@ -110,22 +127,15 @@ def read_optimizers(
     )
     for named in named_optimizers(model, optimizers, options):
         own = unpatched_method(named.optimizer, "state_dict")()
-        numbers = [number for group in own[GROUPS] for number in group[PARAMS]]
-        names = named.first_names()
-        if len(numbers) != len(names):
-            raise RuntimeError(
-                f"state_dict() of the {type(named.optimizer).__name__} has {len(numbers)} parameters, its "
-                f"groups have {len(names)}"
-            )
-        parameters.update(zip(names, named.parameters, strict=True))
-        for key, state in _states_by_name(own[STATE], numbers, names):
+        parameters.update(zip(named.names, named.parameters, strict=True))
+        for key, state in _states_by_name(own[STATE], _names_by_number(named, own[GROUPS])):
             if key in found:
                 raise ValueError(f"two optimizers have a state of their own under the key {key!r}")
             if is_flat and key not in parameters:
                 raise _no_flat_place(key)
             copy = changed_leaves(state, deliver)
             found.update(state_leaves(key, copy) if is_flat else ((key, copy),))
-        rest = iter(names)
+        rest = iter(named.names)
         for group in own[GROUPS]:
             in_group = list(itertools.islice(rest, len(group[PARAMS])))
             groups.append({**changed_leaves({**group, PARAMS: []}, deliver), PARAMS: in_group})
@@ -139,18 +149,27 @@ def read_optimizers(
     return found
 
 
-def _states_by_name(
-    own: Mapping[Any, Any], numbers: Sequence[Any], names: Sequence[str]
-) -> Iterator[tuple[Any, Any]]:
+def _names_by_number(named: NamedOptimizer, groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
+    """The names for the numbers that ``state_dict()`` of the optimizer has for its parameters."""
+    count = sum(len(group[PARAMS]) for group in groups)
+    if count != len(named.names):
+        raise RuntimeError(
+            f"state_dict() of the {type(named.optimizer).__name__} has {count} parameters, its groups have "
+            f"{len(named.names)}"
+        )
+    numbers = itertools.chain.from_iterable(group[PARAMS] for group in groups)
+    return dict(zip(numbers, named.names, strict=True))
+
+
+def _states_by_name(own: Mapping[Any, Any], by_number: Mapping[Any, str]) -> Iterator[tuple[Any, Any]]:
     """The states of one optimizer, in the order of its parameters: all ranks must gather in one order.
 
     Last come those that belong to no parameter, under the keys that they have.
     """
-    for number, name in zip(numbers, names, strict=True):
+    for number, name in by_number.items():
         if number in own:
             yield name, own[number]
-    of_parameters = set(numbers)
-    yield from ((key, state) for key, state in own.items() if key not in of_parameters)
+    yield from ((key, state) for key, state in own.items() if key not in by_number)
 
 
 def _no_flat_place(key: Any) -> ValueError:

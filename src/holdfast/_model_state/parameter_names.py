@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from holdfast._model_state.state_dict_options import StateDictOptions
@@ -130,24 +131,34 @@ def _is_instance(module: nn.Module, home: str, class_name: str) -> bool:
     return defining is not None and isinstance(module, getattr(defining, class_name))
 
 
-def names_by_parameter(model: nn.Module, options: StateDictOptions) -> dict[int, tuple[str, ...]]:
-    """All names of each parameter, by its ``id``; a tied parameter has several, in the order of the model.
+class ParameterNames:
+    """The names of a model's parameters.
 
-    Last come the names that state dicts have for it because of ``dsd_fqn_modifiers``.
+    Attributes:
+        first: The first name of each parameter, in the order of the model.
+        others: The other names of those that have several: a tied parameter has one for each of its places.
+            Last come the names that state dicts have for it because of ``dsd_fqn_modifiers``.
     """
-    names = ModelNames(model)
-    # Tuples, because lists of one name take twice the memory.
-    found: dict[int, tuple[str, ...]] = {}
-    renamed: list[tuple[int, str]] = []
-    hidden = _hidden_children(model, names, options.dsd_fqn_modifiers)
-    for key, parameter in model.named_parameters(remove_duplicate=False):
-        name = names.name_of(key)
-        found[id(parameter)] = (*found.get(id(parameter), ()), name)
-        hiding = [child for child in hidden if name.startswith(f"{child}.")]
-        renamed += [(id(parameter), child.rpartition(".")[0] + name[len(child) :]) for child in hiding]
-    for number, name in renamed:
-        found[number] += (name.removeprefix("."),)
-    return found
+
+    def __init__(self, model: nn.Module, options: StateDictOptions) -> None:
+        self.first: dict[torch.Tensor, str] = {}
+        self.others: dict[torch.Tensor, list[str]] = {}
+        names = ModelNames(model)
+        hidden = _hidden_children(model, names, options.dsd_fqn_modifiers)
+        renamed: list[tuple[nn.Parameter, str]] = []
+        for key, parameter in model.named_parameters(remove_duplicate=False):
+            name = names.name_of(key)
+            if self.first.setdefault(parameter, name) != name:
+                self._add(parameter, name)
+            for child in hidden:
+                if name.startswith(f"{child}."):
+                    left_out = child.rpartition(".")[0] + name[len(child) :]
+                    renamed.append((parameter, left_out.removeprefix(".")))
+        for parameter, name in renamed:
+            self._add(parameter, name)
+
+    def _add(self, parameter: torch.Tensor, name: str) -> None:
+        self.others.setdefault(parameter, []).append(name)
 
 
 def _hidden_children(model: nn.Module, names: ModelNames, modifiers: str) -> Sequence[str]:

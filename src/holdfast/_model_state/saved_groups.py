@@ -26,6 +26,9 @@ class SavedGroups:
             names: The parameters that were in it.
         """
         place = len(self.options)
+        if place and options.keys() == self.options[-1].keys() and not _unlike([options, self.options[-1]]):
+            # The flattened form has a group for each parameter, and their options take more than its states.
+            options = self.options[-1]
         self.options.append(options)
         self.place_of.update(dict.fromkeys(names, place))
         if not names:
