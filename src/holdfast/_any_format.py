@@ -7,7 +7,7 @@ from typing import Any
 from holdfast._contents.opening import Checkpoint, find_checkpoint
 from holdfast._format.names import METADATA, metadata_rank
 from holdfast._format.safetensors import SUFFIX
-from holdfast._io.places import local_path, open_file_place
+from holdfast._io.places import local_path, open_file_place, path_text
 from holdfast.errors import CheckpointNotFoundError, UsageError
 
 _TORCH_SAVE = (".pt", ".pth", ".bin", ".ckpt", ".tar")
@@ -31,8 +31,9 @@ def open_checkpoint(
 
     Raises:
         CheckpointNotFoundError: There is none.
+        UsageError: It is no path, or no storage serves it.
     """
-    path = os.fspath(place)
+    path = path_text(place, "the checkpoint")
     if not _may_be_torch_save(path):
         try:
             return find_checkpoint(path)

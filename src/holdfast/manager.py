@@ -42,6 +42,7 @@ from holdfast._background.save_future import SaveFuture
 from holdfast._background.staged_copy import prepare_staging
 from holdfast._engine.stateful_objects import open_states
 from holdfast._manager.background_pruning import BackgroundPruning
+from holdfast._manager.kept_facts import facts_to_keep, run_metadata
 from holdfast._manager.preemption_notice import ignore_preemption
 from holdfast._manager.refused_save import RefusingPlanner
 from holdfast._manager.restoring import RestoredStep, restore_newest
@@ -70,8 +71,7 @@ from holdfast._steps.policies import (
 )
 from holdfast._steps.pruning import Pruning
 from holdfast._steps.run_root import RunRoot
-from holdfast._steps.step_metadata import METRICS, STEP, USER
-from holdfast._steps.step_names import DEFAULT_NAME, StepNames
+from holdfast._steps.step_names import DEFAULT_NAME, StepNames, check_step
 from holdfast._writer_process.client import start_writer_process
 from holdfast.errors import CheckpointError, StorageError, UsageError
 from holdfast.metadata import Metadata
@@ -173,7 +173,7 @@ class CheckpointManager(StepQueries):
         self._type = AsyncCheckpointerType(async_checkpointer_type)
         self._stager = DefaultStager(overlap_host=True) if overlap_staging else None
         self._guard = UpdateGuard()
-        self._newest, self._is_coordinator = self._open(metadata)
+        self._newest, self._is_coordinator = self._open(run_metadata(metadata))
         self._is_closed = False
         self._pruning = Pruning(self._root, keep)
         self._background = BackgroundPruning(self._pruning)
@@ -184,12 +184,12 @@ class CheckpointManager(StepQueries):
             group=self._group,
         )
 
-    def _open(self, metadata: Mapping[str, Any] | None) -> tuple[int | None, bool]:
+    def _open(self, metadata: dict[str, Any] | None) -> tuple[int | None, bool]:
         """The newest step, as rank 0 finds it, and whether this is that rank."""
 
         def look() -> int | None:
             if metadata is not None and not self.read_only:
-                self._root.write_run_metadata(dict(metadata))
+                self._root.write_run_metadata(metadata)
             usable = self._root.find_newest().usable
             return usable[-1].number if usable else None
 
@@ -209,7 +209,11 @@ class CheckpointManager(StepQueries):
         Args:
             step: The step.
             last: Whether it is the last one of the run, for ``when=Last()``.
+
+        Raises:
+            UsageError: The step is not a number of 0 or more.
         """
+        check_step(step)
         return self._decision.should_save(step, is_last=last)
 
     def poll(self) -> bool:
@@ -251,7 +255,8 @@ class CheckpointManager(StepQueries):
             options: As for :func:`holdfast.save`.
 
         Raises:
-            UsageError: The manager is for reading only or closed, or the step is not a number of 0 or more.
+            UsageError: The manager is for reading only or closed, the step is not a number of 0 or more, or
+                metrics or metadata cannot be kept.
             CheckpointException: As of :func:`holdfast.save`. No other step has been touched.
         """
         with self._saving(step, metrics, metadata, options) as where:
@@ -317,9 +322,10 @@ class CheckpointManager(StepQueries):
         self._check_may_write()
         if self._is_closed:
             raise UsageError(f"{self._root.place}: this manager is closed: make another one")
-        if type(step) is not int or step < 0:
-            raise UsageError(f"a step is a whole number of 0 or more, not {step!r}", found=step)
-        plain = _metrics_as_numbers(metrics or {})
+        check_step(step)
+        for name in options.keys() & {"checkpoint_id", "user_metadata", *self._group}:
+            raise UsageError(f"{name}: the manager decides this itself. To choose it, call holdfast.save")
+        kept = facts_to_keep(step, metrics, metadata)
         if self._newest is not None and step < self._newest:
             options |= self._go_back(step, self._newest)
         self._guard.wait()
@@ -327,7 +333,7 @@ class CheckpointManager(StepQueries):
         self._newest = step
         self._decision.begin(step)
         self._background.leave_alone(self._root.names.folder(step))
-        return {STEP: step, METRICS: plain, USER: dict(metadata or {})}
+        return kept
 
     def _go_back(self, step: int, newest: int) -> dict[str, Any]:
         """The run goes back: say so, and remember which steps it has left behind.
@@ -417,9 +423,12 @@ class CheckpointManager(StepQueries):
             What was loaded. None if there is no complete step, and none was asked for: a first start.
 
         Raises:
+            UsageError: The step is not a number of 0 or more.
             CheckpointException: As of :func:`holdfast.load`; if no step is sound, the error of the newest.
                 The state may have been changed then.
         """
+        if step is not None:
+            check_step(step)
         return restore_newest(self._root, state, step, self._group, options, read_only=self.read_only)
 
     # Keeping.
@@ -464,15 +473,3 @@ class CheckpointManager(StepQueries):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _metrics_as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    numbers = {}
-    for name, value in metrics.items():
-        try:
-            numbers[name] = float(value)
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise UsageError(f"the metric {name!r} is not a number: {error}", found=value) from None
-        if not isinstance(name, str):
-            raise UsageError(f"metrics have names, and {name!r} is not a text", found=name)
-    return numbers

@@ -1,7 +1,6 @@
 """Looking into any checkpoint: keys, tensors by slice, objects; without a process group or a model."""
 
 import fnmatch
-import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -263,14 +262,21 @@ class CheckpointView(Mapping[str, Any]):
             raise self._missing(key) from None
 
     def _missing(self, key: str) -> UnknownKeyError:
-        near = [other for other in self._entries if str(key).rpartition(".")[2] in other][:3]
-        if not near:
-            # Only a misspelt key needs it. Comparing 10,000 keys takes a tenth of a second.
-            import difflib  # noqa: PLC0415
+        # Only a misspelt key needs it. Comparing 10,000 keys takes a tenth of a second.
+        import difflib  # noqa: PLC0415
 
-            some = itertools.islice(self._entries, _MOST_COMPARED)
-            near = difflib.get_close_matches(str(key), some, n=3)
-        hint = f"; there are {', '.join(near)}" if near else f"; there are {len(self):,} keys"
+        asked = str(key).casefold()
+        last = asked.rpartition(".")[2]
+        folded = {other.casefold(): other for other in self._entries}
+        if not any(last in other for other in folded):
+            ends = {other.rpartition(".")[2]: None for other in folded}
+            last = next(iter(difflib.get_close_matches(last, [*ends][:_MOST_COMPARED], n=1)), "")
+        alike = [other for other in folded if last in other]
+        near = difflib.get_close_matches(asked, alike[:_MOST_COMPARED], n=3, cutoff=0.5) or alike[:3]
+        shown = ", ".join(folded[other] for other in near)
+        hint = f"; there {'is' if len(near) == 1 else 'are'} {shown}" if near else ": it is empty"
+        if len(near) < len(self):
+            hint += f" and {len(self) - len(near):,} more"
         return UnknownKeyError(f"{self.url} has no key {key!r}{hint}", key=str(key), path=self.url)
 
     def _nested(self, leaves: dict[str, Any], *, whole: bool) -> dict[Any, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.support.checkpoints import data_file, read_manifest, write_manifest
@@ -106,9 +107,61 @@ def test_a_name_from_which_the_step_cannot_be_found_again_is_refused(tmp_path: P
         CheckpointManager(tmp_path, name=form)
 
 
-def test_an_empty_root_is_refused() -> None:
-    with pytest.raises(UsageError, match="empty"):
-        CheckpointManager("")
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [
+        (torch.tensor(7), r"tensor\(7\): pass step\.item\(\)"),
+        (np.int64(7), r"pass step\.item\(\)"),
+        (state_of(7), r"not a dict. The order is save\(step, state\) and restore\(state, step\)"),
+        (7.0, r"not 7\.0$"),
+        ("7", "not '7'$"),
+        (True, "not True$"),
+        (-1, "not -1$"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_step_that_is_no_number_is_answered_with_what_to_pass(tmp_path: Path, step: Any, says: str) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(7, state_of(7))
+        for call in (
+            lambda: manager.save(step, 8),
+            lambda: manager.async_save(step, 8),
+            lambda: manager.should_save(step),
+            lambda: manager.restore(8, step),
+            lambda: manager.pin(step),
+            lambda: manager.path(step),
+            lambda: manager.metrics(step),
+        ):
+            with pytest.raises(UsageError, match=f"a step is a whole number of 0 or more.*{says}"):
+                call()
+        assert manager.steps() == [7]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ({"metrics": 3}, "metrics must be a dict"),
+        ({"metadata": 3}, "metadata must be a dict"),
+        ({"metadata": {"a": torch.ones(2)}}, "plain values"),
+        ({"checkpoint_id": "elsewhere"}, "checkpoint_id: the manager decides this"),
+        ({"no_dist": True}, "no_dist: the manager decides this"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_kept_with_a_step_is_refused(tmp_path: Path, words: dict[str, Any], says: str) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        for save in (manager.save, manager.async_save):
+            with pytest.raises(UsageError, match=says):
+                save(1, state_of(1), **words)
+        manager.save(2, state_of(2))
+    assert manager.steps() == [2]
+
+
+@pytest.mark.parametrize("metadata", [3, {"a": torch.ones(2)}], ids=str)
+def test_metadata_of_a_run_that_json_cannot_hold_is_refused(tmp_path: Path, metadata: Any) -> None:
+    with pytest.raises(UsageError, match="metadata"):
+        CheckpointManager(tmp_path / "run", metadata=metadata)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("value", ["high", None, torch.ones(3), 10**400])

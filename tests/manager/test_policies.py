@@ -1,6 +1,8 @@
 """Policies as pure functions: what they keep, and when they want a save."""
 
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,11 @@ from holdfast.manager import (
 )
 
 HOUR = 3600.0
+
+Manager: Any = CheckpointManager  # mypy would refuse what is tried here
+LAST: Any = Last(2)
+EVERY: Any = Every(2)
+NAMED: Any = Steps
 
 
 def steps(*numbers: int, hours: float = 1.0, **metrics: list[float]) -> list[StepFacts]:
@@ -114,6 +121,29 @@ def test_policies_are_values() -> None:
 def test_mistakes_are_refused(mistake: object) -> None:
     with pytest.raises(UsageError):
         mistake()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "says"),
+    [
+        (lambda: Manager("run", keep=3), r"Did you mean Last\(3\)\?$"),
+        (lambda: Manager("run", when=10), r"Did you mean EverySteps\(10\)\?$"),
+        (lambda: Manager("run", keep="24h"), r"Did you mean Within\('24h'\)\?$"),
+        (lambda: Manager("run", when="10m"), r"Did you mean EverySeconds\('10m'\)\?$"),
+        (lambda: Manager("run", keep={10}), r"Did you mean Steps\(\{10\}\)\?$"),
+        (lambda: Manager("run", keep=[Last(3), Every(9)]), r"Join policies with \|: Last\(count=3\) \| "),
+        (lambda: Manager("run", keep=Last), r"as in Last\(\.\.\.\)"),
+        (lambda: LAST | 3, r"3 is no policy\. Did you mean Last\(3\) or EverySteps\(3\)\?"),
+        (lambda: 3 | EVERY, r"3 is no policy\. Did you mean Last\(3\)\?"),
+        (lambda: EVERY | None, r"None is no policy\.$"),
+        (lambda: Manager("run", keep=Last(2) | EverySteps(3)), r"EverySteps.* belongs into when="),
+        (lambda: NAMED(5), r"as in Steps\(\{10, 100\}\), not 5"),
+        (lambda: NAMED({"5"}), "whole numbers"),
+    ],
+)
+def test_what_is_no_policy_is_answered_with_one(mistake: Callable[[], object], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        mistake()
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,7 @@ def test_tree_and_info_read_no_values(root: Path) -> None:
             view["nobody"]
         with pytest.raises(MissingKeyError):
             view.info("nobody")
-        with pytest.raises(KeyError, match=r"has no key 'modle\.lagre'; there are model\.large"):
+        with pytest.raises(KeyError, match=r"has no key 'modle\.lagre'; there is model\.large"):
             view["modle.lagre"]
 
 
@@ -255,7 +255,13 @@ def test_repr_is_for_people_and_html_is_escaped(root: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("index", "error"),
-    [(60, IndexError), ((0, 0, 0, 0), IndexError), (slice(None, None, -1), UsageError), ([0, 1], UsageError)],
+    [
+        (60, IndexError),
+        ((0, 0, 0, 0), IndexError),
+        (slice(None, None, -1), UsageError),
+        (slice(0, 3, 0), UsageError),
+        ([0, 1], UsageError),
+    ],
     ids=str,
 )
 def test_a_bad_index_says_why(root: Path, index: Any, error: type[Exception]) -> None:

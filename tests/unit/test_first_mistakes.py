@@ -326,10 +326,24 @@ def test_a_relative_path_names_the_working_directory(tmp_path: Path, monkeypatch
         hf.load(state(), "1")
 
 
-def test_a_misspelt_key_of_a_view_is_answered_with_the_nearest(tmp_path: Path) -> None:
-    hf.save({"model": torch.nn.Linear(2, 2)}, tmp_path)
-    with pytest.raises(KeyError, match=r"model\.weight"):
-        hf.open(tmp_path)["model.wieght"]
+@pytest.mark.parametrize("key", ["model.wieght", "wieght", "Model.Weight", "weight", "module.model.weight"])
+def test_a_misspelt_key_of_a_view_is_answered_with_the_nearest(tmp_path: Path, key: str) -> None:
+    hf.save({"model": torch.nn.Linear(2, 2), "lr": 0.1}, tmp_path)
+    with pytest.raises(KeyError, match=r"there (is|are) model\.weight\b.* more$"):
+        hf.open(tmp_path)[key]
+
+
+def test_a_key_like_no_other_is_answered_with_some_of_those_that_there_are(tmp_path: Path) -> None:
+    hf.save({"b": 1, "a": 2}, tmp_path)
+    with pytest.raises(KeyError, match=r"has no key 'Q'; there are b, a$"):
+        hf.open(tmp_path)["Q"]
+
+
+@pytest.mark.parametrize("place", [None, b"folder", 7, ""], ids=repr)
+@pytest.mark.parametrize("call", [hf.open, hf.CheckpointManager])
+def test_a_root_or_a_view_of_what_is_no_path_says_what_to_pass(call: Any, place: object) -> None:
+    with pytest.raises(UsageError, match='must be a path or URL, such as "runs/1"'):
+        call(place)
 
 
 def test_a_model_and_an_optimizer_in_the_wrong_order_are_told_apart() -> None:

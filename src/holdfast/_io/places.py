@@ -101,6 +101,26 @@ def open_file_place(
     return open_place((folder or slash or ".") + mark + query, page_cache=page_cache), name
 
 
+def path_text(place: object, what: str) -> str:
+    """The path or URL as text.
+
+    Args:
+        place: What a user has passed.
+        what: What it is the place of, as a sentence begins: "the root of a run".
+
+    Raises:
+        UsageError: It is neither text nor a path object, or it is empty.
+    """
+    text = os.fspath(place) if isinstance(place, str | os.PathLike) else None
+    if not isinstance(text, str) or not text:
+        found = "an empty text" if isinstance(text, str) else f"{place!r} of type {type(place).__name__}"
+        raise UsageError(
+            f'{what} must be a path or URL, such as "runs/1" or "s3://bucket/runs/1", and this is {found}',
+            found=place,
+        )
+    return text
+
+
 def local_path(place: str | os.PathLike[str]) -> str | None:
     """The folder that a path or a URL of the scheme ``file`` names; None for another URL.
 

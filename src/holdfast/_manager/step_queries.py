@@ -8,6 +8,7 @@ from holdfast._steps.policies import Best, StepFacts
 from holdfast._steps.run_root import RunRoot
 from holdfast._steps.step_list import Step, StepList
 from holdfast._steps.step_metadata import METRICS, USER, facts_of
+from holdfast._steps.step_names import check_step
 from holdfast.errors import CheckpointNotFoundError, UsageError
 
 
@@ -66,6 +67,7 @@ class StepQueries:
         return self._root.place_of(self._complete(step, self._root.find_steps()).folder)
 
     def _complete(self, number: int, found: StepList) -> Step:
+        check_step(number)
         step = found.find(number)
         if step is None or step.commit is None:
             known = ", ".join(str(other.number) for other in found.usable[-5:]) or "none"

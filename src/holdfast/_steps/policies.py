@@ -52,10 +52,16 @@ class SaveMoment(NamedTuple):
 class Policy:
     """What can be joined with ``|``: a step is saved, or kept, if one of the policies says so."""
 
-    def __or__(self, other: "Policy") -> "AnyOf":
+    def __or__(self, other: object) -> "AnyOf":
         if not isinstance(other, Policy):
-            return NotImplemented
+            kinds = tuple(kind for kind in (KeepPolicy, WhenPolicy) if isinstance(self, kind))
+            raise UsageError(
+                f"{self!r} | {other!r}: {other!r} is no policy.{_what_was_meant(other, kinds)}", found=other
+            )
         return AnyOf((*policies_in(self), *policies_in(other)))
+
+    # Called only if the left side is no policy: the same mistake.
+    __ror__ = __or__
 
 
 class KeepPolicy(Policy):
@@ -214,7 +220,14 @@ class Steps(KeepPolicy, WhenPolicy):
     numbers: frozenset[int]
 
     def __init__(self, numbers: Iterable[int]) -> None:
-        object.__setattr__(self, "numbers", frozenset(numbers))
+        passed: object = numbers
+        given: list[Any] = list(passed) if isinstance(passed, Iterable) else [None]
+        if not all(type(number) is int and number >= 0 for number in given):
+            raise UsageError(
+                f"Steps takes whole numbers of 0 or more, as in Steps({{10, 100}}), not {numbers!r}",
+                found=numbers,
+            )
+        object.__setattr__(self, "numbers", frozenset(given))
 
     def keeps(self, steps: Sequence[StepFacts]) -> Iterable[int]:
         """Those of the steps that there are."""
@@ -329,12 +342,30 @@ def check_policy(policy: object, kind: type[Policy], argument: str) -> None:
         if isinstance(part, kind):
             continue
         other = {KeepPolicy: "when", WhenPolicy: "keep"}[kind]
-        hint = f" It belongs into {other}=." if isinstance(part, Policy) else ""
+        hint = f" It belongs into {other}=." if isinstance(part, Policy) else _what_was_meant(part, (kind,))
         raise UsageError(
             f"{argument}={policy!r}: {part!r} does not say "
             f"{'which steps to keep' if kind is KeepPolicy else 'when to save'}.{hint}",
             found=part,
         )
+
+
+def _what_was_meant(found: object, kinds: Sequence[type[Policy]]) -> str:
+    """What to write instead of something that is no policy, as the last sentence of an error; may be empty.
+
+    Args:
+        found: What is no policy.
+        kinds: What is wanted: KeepPolicy, WhenPolicy, or what is both.
+    """
+    if isinstance(found, type) and issubclass(found, Policy):
+        return f" Say which, as in {found.__name__}(...)."
+    if isinstance(found, list | tuple | set | frozenset) and found:
+        if all(isinstance(part, Policy) for part in found):
+            return f" Join policies with |: {' | '.join(map(repr, found))}."
+        return f" Did you mean Steps({found!r})?" if all(type(part) is int for part in found) else ""
+    forms = {int: ("Last", "EverySteps"), str: ("Within", "EverySeconds")}.get(type(found), ())
+    names = [form for form, kind in zip(forms, (KeepPolicy, WhenPolicy), strict=False) if kind in kinds]
+    return f" Did you mean {' or '.join(f'{name}({found!r})' for name in names)}?" if names else ""
 
 
 def policies_in(policy: Policy) -> tuple[Policy, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from holdfast._format.names import METADATA
-from holdfast._io.places import local_path, open_place
+from holdfast._io.places import local_path, open_place, path_text
 from holdfast._io.store import ByteStore
 from holdfast._steps.root_files import (
     ABANDONED,
@@ -21,7 +21,6 @@ from holdfast._steps.root_files import (
 from holdfast._steps.step_list import StepList, describe_steps, find_steps
 from holdfast._steps.step_metadata import StepMetadata
 from holdfast._steps.step_names import StepNames
-from holdfast.errors import UsageError
 
 
 class RunRoot:
@@ -38,17 +37,14 @@ class RunRoot:
         metadata: What was kept with the steps.
 
     Raises:
-        UsageError: No store serves such a place, or it is an empty text.
+        UsageError: No store serves such a place, or it is no path at all.
     """
 
     def __init__(self, place: str | os.PathLike[str], names: StepNames) -> None:
-        if not os.fspath(place):
-            raise UsageError(
-                "the root of a run must be the path or URL of a folder, and this is an empty text"
-            )
-        folder = local_path(place)
+        path = path_text(place, "the root of a run")
+        folder = local_path(path)
         # A run may change its working directory.
-        self.place = os.path.abspath(folder) if folder is not None else os.fspath(place).rstrip("/")
+        self.place = os.path.abspath(folder) if folder is not None else path.rstrip("/")
         self.store: ByteStore = open_place(self.place)
         self.names = names
         self.metadata = StepMetadata(self.store, self.open_step)

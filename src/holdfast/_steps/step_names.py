@@ -30,7 +30,8 @@ class StepNames:
     form: str = DEFAULT_NAME
 
     def __post_init__(self) -> None:
-        problem = _problem_of(self.form)
+        form: object = self.form
+        problem = _problem_of(form) if isinstance(form, str) else "it must be a text"
         if problem:
             raise UsageError(
                 f"name={self.form!r}: {problem}. Name folders as in {DEFAULT_NAME!r}, 'checkpoint-{{step}}' "
@@ -51,6 +52,19 @@ class StepNames:
         """The step of a folder, with any number of leading zeros; None if it is not called like one."""
         found = self._pattern.fullmatch(folder)
         return int(found[1]) if found else None
+
+
+def check_step(step: object) -> None:
+    """Raise UsageError if something is not the number of a step. Costs a fraction of a microsecond."""
+    if type(step) is int and step >= 0:
+        return
+    if hasattr(step, "item"):  # a tensor, or a number of numpy
+        what = f"{step!r}: pass step.item()"
+    elif isinstance(step, int | float | str | None):
+        what = repr(step)
+    else:
+        what = f"a {type(step).__name__}. The order is save(step, state) and restore(state, step)"
+    raise UsageError(f"a step is a whole number of 0 or more, not {what}", found=step)
 
 
 def guess_names(folders: Iterable[str]) -> StepNames:

@@ -62,9 +62,11 @@ def select(shape: Ints, index: Any) -> IndexedBox:
 
 
 def _resolve_slice(word: slice, length: int) -> tuple[int, int, int]:
+    if word.step is not None and operator.index(word.step) < 1:
+        raise UsageError(
+            f"a slice of a stored tensor must have a positive step, not {word.step}", found=word.step
+        )
     begin, end, step = word.indices(length)
-    if step < 1:
-        raise UsageError(f"a slice of a stored tensor must have a positive step, not {step}", found=step)
     count = len(range(begin, end, step))
     # Up to the last element that is wanted, not up to the end.
     return begin, (count - 1) * step + 1 if count else 0, step
