@@ -20,7 +20,7 @@ from holdfast._plan.read_columns import ReadColumns, ReadItems
 from holdfast._plan.reshard import Resharding
 from holdfast._tensors.checkpointable import describes_itself
 from holdfast._tensors.chunks import dtype_of, global_shape, is_tensor, local_parts, refuse_undescribable
-from holdfast._tensors.layout_table import LayoutTable
+from holdfast._tensors.layout_table import Layout, LayoutTable
 from holdfast.errors import PlanError
 from holdfast.metadata import Metadata
 from holdfast.per_rank import KEPT
@@ -62,7 +62,7 @@ def plan_load(
     directory, stored_dtypes = columns.directory, dtypes_of(metadata)
     report, containers = FitReport(), ContainerFit(paths, metadata)
     dtypes = DtypeFit(report, cast)
-    resharded, mismatched = list[tuple[str, int]](), list[str]()
+    resharded, mismatched = list[tuple[str, int, Layout | None]](), list[str]()
     for key, number in _take_whole(state, metadata, columns, report):
         value = state[key]
         if number is None:
@@ -70,18 +70,22 @@ def plan_load(
             if why or not allow_missing:
                 report.add_missing(key, why)
             continue
-        size = torch.Size(directory.shape(number))
+        size, dtype = torch.Size(directory.shape(number)), stored_dtypes[directory.properties[number]]
+        layout = layouts.of_plain(value, dtype)
+        if layout is not None and value.shape == size:
+            resharded.append((key, number, layout))
+            continue
         if ignore_mismatched_sizes and is_tensor(value) and global_shape(value) != size:
             mismatched.append(f"{key} has {tuple(size)} in the checkpoint, {tuple(global_shape(value))} here")
             continue
-        _check_tensor(key, size, stored_dtypes[directory.properties[number]], value, dtypes, layouts)
-        resharded.append((key, number))
+        _check_tensor(key, size, dtype, value, dtypes, layouts)
+        resharded.append((key, number, None))
     for key in containers.unfilled():
         report.add("kind", key, "the checkpoint has a value here, the state an empty container")
     _check_unexpected(state, metadata, report, refuse=refuse_unexpected)
     resharding = Resharding(columns, layouts)
-    for key, number in resharded:
-        resharding.fill_tensor(key, number, state[key])
+    for key, number, layout in resharded:
+        resharding.fill_tensor(key, number, state[key], layout)
     if mismatched:
         logger.warning(
             "%d tensors are left as they are, because their shapes differ: %s",

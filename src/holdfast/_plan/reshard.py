@@ -13,7 +13,7 @@ from holdfast._plan.metadata_entries import chunk_boxes, is_one_whole_chunk
 from holdfast._plan.read_columns import ReadBox, ReadColumns
 from holdfast._tensors.checkpointable import describes_itself
 from holdfast._tensors.chunks import is_sharded, local_chunks
-from holdfast._tensors.layout_table import LayoutTable
+from holdfast._tensors.layout_table import Layout, LayoutTable
 from holdfast.errors import InvalidPlanError
 from holdfast.metadata import ChunkStorageMetadata
 
@@ -36,25 +36,27 @@ class Resharding:
         self._layouts = layouts
         self._known: dict[Any, list[ReadBox]] = {}
 
-    def fill_tensor(self, key: str, number: int, value: Any) -> None:
+    def fill_tensor(self, key: str, number: int, value: Any, layout: Layout | None = None) -> None:
         """Add the items that together fill what this rank holds of ``value``.
 
         Args:
             key: The tensor's key.
             number: The key's number in the checkpoint.
             value: The state's tensor.
+            layout: Its layout, if that is known already.
 
         Raises:
             InvalidPlanError: The stored chunks leave an element of it unwritten.
         """
         columns, directory = self._columns, self._columns.directory
         row = directory.row[number]
-        if not is_sharded(value) and is_one_whole_chunk(directory, number):
+        if layout is None and not is_sharded(value) and is_one_whole_chunk(directory, number):
             columns.keys.append(key)
             columns.rows.append(row)
             return
-        if isinstance(value, DTensor) and not describes_itself(value):
+        if layout is None and isinstance(value, DTensor) and not describes_itself(value):
             layout = self._layouts.of(value)
+        if layout is not None:
             what = (layout, directory.layout(number))
             boxes = self._known.get(what)
             if boxes is None:

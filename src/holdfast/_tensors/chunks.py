@@ -274,9 +274,12 @@ def find_box(
     Raises:
         PlanError: No chunk of this rank contains the whole box, or a sharded tensor is on the meta device.
     """
-    chunks = local_chunks(value, layouts)
+    layout = layouts.of_plain(value, value.dtype) if layouts is not None and type(value) is DTensor else None
+    chunks = local_chunks(value, layouts) if layout is None else layout.chunks
     if len(chunks) == 1 and chunks[0].sizes == box.sizes and chunks[0].offsets == box.offsets:
         # Nearly always a rank has one chunk, and the box is all of it.
+        if layout is not None and not (memory := memory_of_piece(value, layout.pieces[0])).is_meta:
+            return memory
         return _memory_of_chunk(value, 0, key, layouts)
     for number, chunk in enumerate(chunks):
         starts = starts_in(chunk, box)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast._tensors.dtensors import PartOfShard, held_pieces, local_tensor
 from holdfast._tensors.mesh_layout import Piece
+from holdfast.errors import PlanError
 from holdfast.metadata import ChunkStorageMetadata
 
 
@@ -39,6 +40,21 @@ class LayoutTable:
     def __reduce__(self) -> Any:
         # A copy is empty: planners that have a table are sent to processes that do not have the meshes.
         return LayoutTable, ()
+
+    def of_plain(self, value: Any, dtype: torch.dtype) -> Layout | None:
+        """The layout of a DTensor whose part on this rank is contiguous plain memory of a dtype.
+
+        None for every other value, and for a layout that cannot be described.
+        """
+        if type(value) is not DTensor:
+            return None
+        local = value._local_tensor  # noqa: SLF001 - as local_tensor does
+        if type(local) is not torch.Tensor or local.dtype is not dtype or not local.is_contiguous():
+            return None
+        try:
+            return self.of(value)
+        except PlanError:
+            return None
 
     def of(self, value: DTensor) -> Layout:
         """The layout of a tensor: the same object for all tensors that have it.
