@@ -63,7 +63,7 @@ class NumpyArrays:
         if name in _NUMPY:
             return self._np.dtype(name)
         try:
-            import ml_dtypes  # type: ignore[import-not-found]  # noqa: PLC0415
+            import ml_dtypes  # noqa: PLC0415
         except ImportError as error:
             raise UsageError(
                 f"numpy has no {name}: pip install ml_dtypes, which adds bfloat16 and float8, or read it as "
