@@ -134,6 +134,22 @@ def test_bytes_that_change_on_their_way_down_are_asked_for_again_and_counted(
     assert [record.retries for record in records] == [1]
 
 
+def test_small_values_that_change_on_their_way_down_are_asked_for_again(proxy: S3Proxy, place: str) -> None:
+    texts = {f"text {n}": f"{n:02}" * 1000 for n in range(50)}
+    tensors = {f"tensor {n}": torch.full((500,), float(n)) for n in range(50)}
+    holdfast.save({**texts, **tensors}, checkpoint_id=place)
+    for at in (1000, -1000):  # in one of the texts, in one of the tensors
+        rule = proxy.on(FlipAnswer(at), method="GET", key=DATA, times=1)
+        state: dict[str, Any] = {
+            **dict.fromkeys(texts, ""),
+            **{key: torch.zeros(500) for key in tensors},
+        }
+        holdfast.load(state, checkpoint_id=place)
+        assert rule.count == 1
+        assert {key: state[key] for key in texts} == texts
+        assert all(torch.equal(state[key], value) for key, value in tensors.items())
+
+
 @pytest.mark.parametrize("nbytes", [4096, LARGE])
 def test_bytes_that_always_change_on_their_way_are_an_error_with_file_and_key(
     proxy: S3Proxy, place: str, nbytes: int

@@ -368,3 +368,27 @@ def test_columns_that_reach_beyond_what_is_stored_are_refused(tmp_path: Path) ->
         load_box(tmp_path, "weight", (1000, 1), torch.zeros(6000, 7))
     with pytest.raises(hf.errors.MetadataFormatError, match="were asked of a payload"):
         load_box(tmp_path, "weight", (7000, 1), torch.zeros(3000, 7))
+
+
+def test_many_small_values_that_are_no_tensors_take_few_reads(tmp_path: Path) -> None:
+    numbers = {f"param_groups.{n}.lr": n / 10 for n in range(1000)}
+    hf.save({"numbers": numbers, "note": "x" * 500_000}, checkpoint_id=tmp_path / "c")
+    state: dict[str, Any] = {"numbers": dict.fromkeys(numbers, 0.0), "note": ""}
+    before = _reads_of_this_process()
+    hf.load(state, checkpoint_id=tmp_path / "c")
+    assert _reads_of_this_process() - before < 100
+    assert state == {"numbers": numbers, "note": "x" * 500_000}
+
+
+def test_a_flipped_bit_among_many_small_values_is_found_with_its_key(tmp_path: Path) -> None:
+    texts = {f"text {n}": f"{n:03}" * 100 for n in range(100)}
+    hf.save(texts, checkpoint_id=tmp_path)
+    path = next(tmp_path.glob("*.distcp"))
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"042042", b"042043", 1))
+    with pytest.raises(hf.errors.ChecksumError, match="text 42"):
+        hf.load(dict.fromkeys(texts, ""), checkpoint_id=tmp_path)
+
+
+def _reads_of_this_process() -> int:
+    return int(Path("/proc/self/io").read_text().split("syscr: ")[1].split()[0])

@@ -1,26 +1,23 @@
 """Owns reading many values of a checkpoint at once: in parallel, and small neighbours in one request."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
-
-from typing_extensions import Buffer
 
 from holdfast._byte_ranges import USUAL, Thrift
 from holdfast._contents.file_cache import FileCache
 from holdfast._contents.item_bytes import ItemBytes, ItemFile, ItemRules, naming
 from holdfast._contents.object_bytes import ObjectBytes, read_object
+from holdfast._contents.read_window import ReadWindow, group_neighbours
 from holdfast._format.item_table import Payload, StorageInfo
 from holdfast._io import pool
 from holdfast._io.file_access import FileReader
 from holdfast._io.pool import Cancellation
 from holdfast._io.store import FileSource
-from holdfast._io.streams import byte_view
 from holdfast.errors import CheckpointNotFoundError, IncompleteCheckpointError
 from holdfast.extension import ExtensionRegistry
 
-_SMALL = 256 << 10
 _LEAN = Thrift(waste=1.1, always_fine=4096)
 """For a store where a request costs next to nothing."""
 
@@ -88,7 +85,8 @@ class ValueReader:
         is_far = traits.read_gap_nbytes > USUAL.always_fine // 4
         rules = ItemRules(self._registry, Cancellation(), self._verify, USUAL if is_far else _LEAN)
         jobs: list[Job] = []
-        for group in self._groups(parts):
+        in_order = sorted(parts, key=lambda part: (part.info.relative_path, part.info.offset))
+        for group in group_neighbours(in_order, lambda part: part.info, traits):
             name = group[0].info.relative_path
             if len(group) == 1:
                 jobs += group[0].jobs(rules, _CachedFile(self._files, name))
@@ -96,33 +94,13 @@ class ValueReader:
                 jobs.append(partial(self._read_window, group, rules))
         pool.run(jobs, threads=traits.requests_in_flight, cancellation=rules.cancellation)
 
-    def _groups(self, parts: Iterable[Part]) -> Iterator[list[Part]]:
-        """Small neighbours together, everything else alone."""
-        traits = self._store.traits
-        group: list[Part] = []
-        for part in sorted(parts, key=lambda part: (part.info.relative_path, part.info.offset)):
-            info = part.info
-            if group:
-                first, last = group[0].info, group[-1].info
-                is_near = (
-                    info.relative_path == first.relative_path
-                    and info.offset - last.end <= traits.read_gap_nbytes
-                    and info.end - first.offset <= traits.read_nbytes
-                )
-                if info.length > _SMALL or last.length > _SMALL or not is_near:
-                    yield group
-                    group = []
-            group.append(part)
-        if group:
-            yield group
-
     def _read_window(self, group: list[Part], rules: ItemRules) -> None:
         begin = group[0].info.offset
         end = max(part.info.end for part in group)
         content = bytearray(end - begin)
         file = _CachedFile(self._files, group[0].info.relative_path)
         file.read_into(begin, memoryview(content))
-        window = _ReadWindow(file.path, begin, content)
+        window = ReadWindow(file.path, begin, content)
         for part in group:
             for job in part.jobs(rules, window):
                 job()
@@ -155,19 +133,3 @@ class _CachedFile:
                 "back, or read another checkpoint.",
                 path=error.path,
             ) from error
-
-
-class _ReadWindow(FileReader):
-    """A piece of a file that is in memory."""
-
-    def __init__(self, path: str, begin: int, content: bytearray) -> None:
-        self.path = path
-        self.nbytes = begin + len(content)
-        self._begin = begin
-        self._content = memoryview(content)
-
-    def read_into(self, offset: int, buffer: Buffer) -> None:
-        view = byte_view(buffer)
-        self._check_range(offset, len(view))
-        at = offset - self._begin
-        view[:] = self._content[at : at + len(view)]

@@ -8,7 +8,7 @@ from holdfast._format.item_table import Payload
 from holdfast._io.file_access import FileReader
 from holdfast._io.progress import STRIDE, ProgressTracker
 from holdfast._io.store import FileSource
-from holdfast.errors import AccessDeniedError
+from holdfast.errors import AccessDeniedError, ChecksumError
 
 
 def sizes_of_files(store: FileSource) -> dict[str, int]:
@@ -57,6 +57,22 @@ class SharedFile:
     def read_together(self, offset: int, view: memoryview, payloads: Sequence[Payload]) -> None:
         """As ``FileReader.read_together``; only for the jobs of this file."""
         self._open().read_together(offset, view, payloads)
+        self._report(len(view))
+
+    def read_neighbours(
+        self, offset: int, view: memoryview, payloads: Callable[[], Sequence[Payload]]
+    ) -> None:
+        """Fill ``view`` with small items from ``offset`` on; only for the jobs of this file.
+
+        A store that sends bytes over a network is asked again if they do not agree with what ``payloads``
+        returns. What is damaged all the same raises nothing here: the caller checks each item, and can name
+        its key.
+        """
+        if self.store.traits.request_nbytes and (known := payloads()):
+            with contextlib.suppress(ChecksumError):
+                self._open().read_together(offset, view, known)
+        else:
+            self._open().read_into(offset, view)
         self._report(len(view))
 
     def _report(self, nbytes: int) -> None:

@@ -1,14 +1,10 @@
 """Owns reading a checkpoint from a ByteStore: its metadata, and all that a plan asks for."""
 
-import io
 import sys
 from collections.abc import Callable
-from functools import partial
 
 from holdfast._collector import paused_collector
 from holdfast._contents.absence import explain_absence
-from holdfast._contents.item_bytes import naming
-from holdfast._contents.object_bytes import read_object
 from holdfast._format.metadata_file import LARGEST_METADATA
 from holdfast._format.names import METADATA, metadata_name, metadata_rank
 from holdfast._human_units import some_of
@@ -16,11 +12,11 @@ from holdfast._io import pool
 from holdfast._io.pool import Budget, Cancellation
 from holdfast._io.progress import ProgressTracker
 from holdfast._io.store import FileSource
-from holdfast._objects.object_streams import LoadedObject
 from holdfast._storage.destinations import PlannerCalls
 from holdfast._storage.item_reader import Chunk, ItemReader, ReadContext
 from holdfast._storage.joined_ranges import join_neighbours
 from holdfast._storage.metadata_reading import load_metadata
+from holdfast._storage.object_reads import object_jobs
 from holdfast._storage.open_files import SharedFile, sizes_of_files
 from holdfast._storage.own_parts import join_parts
 from holdfast._storage.read_requests import FileRequest, chunk_of, sort_by_file
@@ -179,22 +175,9 @@ def _check_sizes(store: FileSource, requests: dict[str, FileRequest]) -> None:
 def _object_jobs(
     context: ReadContext, file: SharedFile, request: FileRequest, _: Metadata
 ) -> list[Callable[[], None]]:
-    return [
-        partial(_read_object, ItemReader(context, file, info), item)
-        for info, item in request.lines
-        if item.type == LoadItemType.BYTE_IO
-    ]
-
-
-def _read_object(reader: ItemReader, item: ReadItem) -> None:
-    """Read one value that is not a tensor, and give it to the planner."""
-    calls, key = reader.context.calls, item.dest_index.fqn
-    with naming(key):
-        stored = read_object(reader)
-        stream = LoadedObject(*stored) if stored.head else io.BytesIO(stored.payload)
-        with calls.lock:
-            calls.planner.load_bytes(item, stream)
-            calls.touched.append(key)
+    return object_jobs(
+        context, file, [line for line in request.lines if line[1].type == LoadItemType.BYTE_IO]
+    )
 
 
 def _tensor_jobs(

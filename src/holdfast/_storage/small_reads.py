@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from holdfast._format.item_table import Payload
 from holdfast._io.blocks import crc32
 from holdfast._io.store import StoreTraits
 from holdfast._plan.read_columns import ReadBox
@@ -101,6 +102,11 @@ class SmallTensors:
         )
         return SmallTensors(*taken)
 
+    def payloads(self) -> list[Payload]:
+        """Those whose checksums are known, each as one block."""
+        rows = zip(self.starts, self.nbytes, self.checksums, strict=True)
+        return [Payload(start, nbytes, [crc], nbytes) for start, nbytes, crc in rows if crc is not None]
+
     def targets(self) -> Iterator[torch.Tensor]:
         """Each tensor to be filled; a planner is told that one is filled when the next one is asked for."""
         if self.values is not None:
@@ -144,7 +150,9 @@ def _read(context: ReadContext, file: SharedFile, tensors: SmallTensors, span: s
     nbytes = tensors.starts[-1] + tensors.nbytes[-1] - begin
     with context.budget.hold(nbytes):
         content = bytearray(max(nbytes, 1))
-        file.read_into(begin, memoryview(content)[:nbytes])
+        file.read_neighbours(
+            begin, memoryview(content)[:nbytes], tensors.payloads if context.verify else list
+        )
         if context.verify:
             _check(content, tensors, file.path)
         with context.calls.lock:
