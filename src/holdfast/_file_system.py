@@ -57,7 +57,13 @@ class FileSystemBase(ABC):
 
 
 class FileSystem(FileSystemBase):
-    """The local file system."""
+    """The local file system. It has no state: one that comes back from another process is the same."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or type(self) is type(other) is FileSystem
+
+    def __hash__(self) -> int:
+        return hash(type(self)) if type(self) is FileSystem else id(self)
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:

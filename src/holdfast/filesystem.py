@@ -66,7 +66,7 @@ class _OfFileSystem:
     @property
     def store(self) -> ByteStore:
         """The folder. A relative path means the same one until the next ``reset``, also after a ``chdir``."""
-        if self._opened is None or self._opened[0] is not self.fs or self._opened[1] != self.path:
+        if self._opened is None or self._opened[0] != self.fs or self._opened[1] != self.path:
             self._opened = (
                 self.fs,
                 self.path,

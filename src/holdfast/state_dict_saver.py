@@ -1,6 +1,5 @@
 """Saving a checkpoint, and going on with something else meanwhile."""
 
-import contextlib
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -11,6 +10,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from typing_extensions import deprecated
 
+from holdfast._background.handover import Handover
 from holdfast._background.running_save import RunningSave, exclusive_keys
 from holdfast._background.running_saves import WhenBusy, running_saves
 from holdfast._background.save_future import SaveFuture
@@ -297,7 +297,7 @@ def async_save(
     recorder = TransferRecorder("save", place, "process" if in_process else "thread")
     recorder.clock.begin_wait()
 
-    with contextlib.ExitStack() as until_handed_over:
+    with Handover() as handover:
         exchange = open_exchange(
             process_group,
             purpose="save",
@@ -305,7 +305,7 @@ def async_save(
             use_collectives=use_collectives,
             peer_timeout=peer_timeout,
         )
-        until_handed_over.push(exchange)
+        handover.held.push(exchange)
         keys |= stager_keys(stager, shared=in_process)
         running = running_saves.begin(place, keys, exchange, process_group)
         waited = running_saves.begin_after(running, exchange, when_busy)
@@ -323,15 +323,14 @@ def async_save(
         recorder.clock.enter("stage")
         # The parts of subclasses are copied as memory; the tensors themselves would be as objects.
         copy = take_copy(stager, open_subclasses(opened, planner_port), shared=in_process)
-        until_handed_over.callback(copy.release)
+        handover.held.callback(copy.release)
         future = SaveFuture(running, waited=waited)
         SaveThread(
-            *(running, future, exchange, copy, planner_port, writer, recorder),
+            *(handover, running, future, exchange, copy, planner_port, writer, recorder),
             in_process=in_process,
             use_collectives=use_collectives,
             user_metadata=kept,
         ).start()
-        until_handed_over.pop_all()
     return _handed_over(future, copy, stager)
 
 

@@ -12,7 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.background.gated import HANG_GUARD, Failing, Gated, GatedCommit, cancel_within_one_value
+from tests.background.gated import (
+    HANG_GUARD,
+    Failing,
+    Gated,
+    GatedCommit,
+    GatedStream,
+    cancel_within_one_value,
+)
 from tests.support.stock_torch import IS_NEWEST, stock_load
 from torch.distributed.checkpoint import filesystem as stock_files
 from torch.distributed.checkpoint import staging as stock_staging
@@ -22,6 +29,7 @@ import holdfast
 from holdfast import async_save, state_dict_loader
 from holdfast._background.short_turns import short_turns
 from holdfast.errors import UsageError
+from holdfast.filesystem import FileSystemWriter
 from holdfast.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
 from holdfast.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, SaveFuture
 
@@ -539,3 +547,47 @@ def test_the_kinds_of_torch_are_taken_for_ours(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         form: Any = stock_files.SerializationFormat.TORCH_SAVE
         holdfast.FileSystemWriter(tmp_path / "c", serialization_format=form)
+
+
+class Interrupted(Exception):
+    """What a handler of a signal may raise in the middle of a call."""
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before the thread runs", "while the thread runs"])
+@pytest.mark.parametrize("kind", AsyncCheckpointerType)
+def test_an_interrupt_while_a_save_begins_leaves_its_copy_to_one_of_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: AsyncCheckpointerType, before: bool
+) -> None:
+    failures: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+    folder, size = tmp_path / "c", 1024
+    gate = GatedStream(1 << 20, tmp_path)
+    writer = FileSystemWriter(folder, _extensions=[gate])
+    saving(state(1, size), checkpoint_id=folder, async_checkpointer_type=kind).result(HANG_GUARD)
+    start = threading.Thread.start
+
+    def start_and_interrupt(thread: threading.Thread) -> None:
+        if not thread.name.startswith("holdfast-save"):
+            start(thread)
+            return
+        if not before:
+            start(thread)
+            while not (tmp_path / "reached").exists():
+                os.sched_yield()
+        raise Interrupted
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start_and_interrupt)
+        with pytest.raises(Interrupted):
+            async_save(state(2, size), storage_writer=writer, async_checkpointer_type=kind)
+    try:
+        other = saving(state(3, size), checkpoint_id=folder, when_busy="skip", async_checkpointer_type=kind)
+        assert other.skipped == (not before)
+    finally:
+        if not before:
+            gate.let_go()
+    other.result(HANG_GUARD)
+    saving(state(4, size), checkpoint_id=tmp_path / "d", async_checkpointer_type=kind).result(HANG_GUARD)
+    assert loaded(folder, size) == (3 if before else 1)  # the save that was interrupted is cancelled
+    assert loaded(tmp_path / "d", size) == 4
+    assert not failures

@@ -121,3 +121,14 @@ def test_a_killed_writer_process_fails_its_save_and_the_next_one_has_another(tmp
     assert loaded(tmp_path / "c") == 1.0
     saving(state(3), checkpoint_id=tmp_path / "c").result(HANG_GUARD)
     assert loaded(tmp_path / "c") == 3.0
+
+
+def test_a_relative_folder_is_the_one_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("of the call", "of later"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "of the call")
+    future = saving(state(1), checkpoint_id="c")
+    monkeypatch.chdir(tmp_path / "of later")
+    future.result(HANG_GUARD)
+    assert loaded(tmp_path / "of the call" / "c") == 1
+    assert os.listdir(tmp_path / "of later") == []

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -235,3 +236,25 @@ def test_what_a_failing_job_held_is_released() -> None:
 def _wait_for(flag: Cancellation) -> None:
     with flag.changed:
         assert flag.changed.wait_for(lambda: flag.cancelled, timeout=WAIT)
+
+
+def test_an_interrupt_that_keeps_a_thread_from_working_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A handler of a signal that raises inside of Thread.start makes Python forget the new thread, which dies.
+    forgotten: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", forgotten.append)
+    bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+
+    def die(thread: threading.Thread) -> None:
+        thread.run = lambda: None  # type: ignore[method-assign]
+        bootstrap(thread)
+
+    start = threading.Thread.start
+
+    def start_and_interrupt(thread: threading.Thread) -> None:
+        start(thread)
+        raise TimeoutError("from a handler")
+
+    monkeypatch.setattr(threading.Thread, "_bootstrap_inner", die)
+    monkeypatch.setattr(threading.Thread, "start", start_and_interrupt)
+    with pytest.raises(TimeoutError, match="from a handler"):
+        run([lambda: None] * 3, threads=2)

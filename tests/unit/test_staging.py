@@ -90,10 +90,12 @@ AWKWARD: dict[str, Callable[[], torch.Tensor]] = {
     "a result": lambda: torch.ones(3, requires_grad=True) * 2,
     "a parameter": lambda: torch.nn.Parameter(torch.ones(3)),
     "sparse": lambda: torch.eye(3).to_sparse(),
+    "sparse rows": lambda: torch.eye(3).to_sparse_csr(),
     "not a number": lambda: torch.tensor([float("nan"), -0.0, float("inf")]),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("kind", AWKWARD)
 def test_awkward_tensors_are_copied_with_their_values(kind: str) -> None:
     original = AWKWARD[kind]()
@@ -101,7 +103,7 @@ def test_awkward_tensors_are_copied_with_their_values(kind: str) -> None:
     state = {"before": torch.ones(2), "it": original, "after": torch.ones(2)}
     copied = staged(state)["it"]
     with torch.no_grad():
-        if kind not in ("expanded", "sparse"):
+        if kind not in ("expanded", "sparse", "sparse rows"):
             original.fill_(9)
     assert torch.equal(copied.to_dense(), before.to_dense()) or kind == "not a number"
     assert bits(copied.to_dense().resolve_conj().resolve_neg()) == bits(

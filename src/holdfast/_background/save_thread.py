@@ -8,6 +8,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast._background.handover import Handover
 from holdfast._background.running_save import RunningSave, is_cancellation
 from holdfast._background.running_saves import running_saves
 from holdfast._background.save_future import SaveFuture
@@ -37,6 +38,7 @@ class SaveThread:
     before anything that it needs is taken down.
 
     Attributes:
+        handover: Who frees what it holds.
         running: Its shared state.
         future: What the caller is given.
         exchange: Opened by the trainer's thread, left by this one.
@@ -49,6 +51,7 @@ class SaveThread:
         user_metadata: What the caller wants to keep with the checkpoint, encoded.
     """
 
+    handover: Handover
     running: RunningSave
     future: SaveFuture
     exchange: Exchange
@@ -74,14 +77,14 @@ class SaveThread:
         thread = threading.Thread(target=self._run, name=f"holdfast-save-{self.running.number}")
         thread.daemon = False  # also where the thread that calls is one
         running_saves.add(self.running)
-        try:
-            thread.start()
-        except BaseException:
-            self.running.ended.set()
-            self.future.give_up()
-            raise
+        self.handover.held.callback(self.future.give_up)
+        self.handover.held.callback(self.running.ended.set)
+        self.handover.offer(self.running.cancel)
+        thread.start()
 
     def _run(self) -> None:
+        if not self.handover.take():
+            return
         self.running.thread = threading.get_ident()
         _lower_priority()
         metadata: Metadata | None = None

@@ -4,6 +4,7 @@ A job is a callable without arguments. What all jobs of one ``run`` share is a `
 failure sets it, jobs look at it between steps, and whoever waits for the ``Budget`` is woken by it.
 """
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -78,10 +79,18 @@ class Worker:
     def wait(self) -> None:
         """Return when the thread has ended. An interrupt is raised at once, and the thread goes on."""
         while self._started and not self._ended.wait(1.0):
-            if self._thread.ident is None:
-                return  # an interrupt came so early in start() that there is no thread
+            if not self._is_alive():
+                return
         if self._started:
             self._thread.join()
+
+    def _is_alive(self) -> bool:
+        """Whether there is a thread: an interrupt in ``start`` may keep it from beginning, or from ``_run``.
+
+        The system is asked. Python itself may be wrong about it after interrupts.
+        """
+        number = self._thread.native_id
+        return number is not None and os.path.exists(f"/proc/self/task/{number}")
 
     def _run(self) -> None:
         try:

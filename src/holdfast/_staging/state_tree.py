@@ -91,14 +91,20 @@ def _copied(value: Any, memo: Memo, state: Any) -> Any:
     return _copied_object(value, memo, state)
 
 
-def _copied_object(value: Any, memo: Memo, state: Any) -> Any:
+def _copied_object(original: Any, memo: Memo, state: Any) -> Any:
+    value = original
     try:
-        # deepcopy refuses a tensor that is the result of an operation, unless it is detached.
-        return copy.deepcopy(value.detach() if isinstance(value, torch.Tensor) else value, memo)
+        if isinstance(value, torch.Tensor):
+            # deepcopy refuses a tensor that is the result of an operation, and compressed sparse ones.
+            value = value.detach()
+            if value.layout != torch.strided:
+                made = memo[id(original)] = value.clone()
+                return made
+        return copy.deepcopy(value, memo)
     except RecursionError:
         raise
     except Exception as error:
-        key = key_of(state, value)
+        key = key_of(state, original)
         raise PlanError(
             f"{key}: a {type(value).__module__}.{type(value).__qualname__} cannot be copied: {error}. Leave "
             "it out of the state, or give it a __deepcopy__ method.",
