@@ -1,7 +1,9 @@
 """State dicts that know what they are the state of, so that a load can make room for what is missing."""
 
+import copy
 import itertools
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,10 +12,26 @@ import torch
 __all__ = ["ModuleStates", "ParameterStates", "joined_layout", "remember_flat"]
 
 
-class ModuleStates(dict[str, Any]):
+class _InformedStates(dict[Any, Any]):
+    """A dict that knows more than its entries. Copies are plain dicts, and pickles come back as OrderedDicts.
+
+    ``torch.load`` refuses every other function that makes a dict, unless it may run code.
+    """
+
+    def __copy__(self) -> dict[Any, Any]:
+        return dict(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:
+        return copy.deepcopy(dict(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return OrderedDict, (), None, None, iter(self.items())
+
+
+class ModuleStates(_InformedStates):
     """The state of modules, by names: a load gives memory to those of them that are on the meta device.
 
-    It is a dict like any other. Copies and pickles of it are plain dicts.
+    It is a dict like any other.
 
     Args:
         states: The entries.
@@ -24,17 +42,12 @@ class ModuleStates(dict[str, Any]):
         super().__init__(states)
         self.modules = modules
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return dict, (dict(self),)
 
-
-class ParameterStates(dict[Any, Any]):
+class ParameterStates(_InformedStates):
     """The part of an optimizer's state dict that has an entry for each parameter, or all of a flattened one.
 
     It is a dict like any other. A load uses what else it knows: an optimizer that has not taken a step has
     no state yet, and what is missing in the dict and stands in the checkpoint is made and loaded.
-
-    Copies and pickles of it are plain dicts.
 
     Args:
         states: The entries. They are keyed by the names of the parameters, or are empty.
@@ -58,9 +71,6 @@ class ParameterStates(dict[Any, Any]):
         self.is_whole = is_whole
         self.device = device
         self.optimizers = optimizers
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return dict, (dict(self),)
 
 
 class _Origin(NamedTuple):

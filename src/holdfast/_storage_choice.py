@@ -5,6 +5,7 @@ from typing import Literal, TypeAlias
 
 from holdfast._io.page_cache import PageCache
 from holdfast._io.places import open_place
+from holdfast._torch_compat.torch_plugins import is_reader_of_torch, is_writer_of_torch
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import UsageError
 from holdfast.filesystem import FileSystemReader, FileSystemWriter
@@ -34,7 +35,9 @@ def choose_writer(
         raise _belongs_elsewhere("overwrite", overwrite, writer)
     elif page_cache is not None:
         raise _belongs_elsewhere("page_cache", page_cache, writer)
-    writer.reset(checkpoint_id)
+    # torch resets a storage only to another place: one that was made for torch may forget its own.
+    if checkpoint_id is not None or not is_writer_of_torch(writer):
+        writer.reset(checkpoint_id)
     return writer
 
 
@@ -73,7 +76,8 @@ def choose_reader(
         return FileSystemReader(place, page_cache="auto" if page_cache is None else page_cache)
     if page_cache is not None:
         raise _belongs_elsewhere("page_cache", page_cache, reader, "load")
-    reader.reset(checkpoint_id)
+    if checkpoint_id is not None or not is_reader_of_torch(reader):
+        reader.reset(checkpoint_id)
     return reader
 
 

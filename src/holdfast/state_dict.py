@@ -147,7 +147,7 @@ def get_state_dict(
 
 def set_model_state_dict(
     model: nn.Module,
-    model_state_dict: Mapping[str, Any],
+    model_state_dict: Mapping[str, Any] | None,
     *,
     options: StateDictOptions | None = None,
 ) -> IncompatibleKeys:
@@ -158,7 +158,8 @@ def set_model_state_dict(
     Args:
         model: The whole model. It may be on the meta device, and gets memory.
         model_state_dict: What ``get_model_state_dict`` returned, or a checkpoint of it. It stays as it is. A
-            dict from submodules to their state dicts is accepted, as in torch.
+            dict from submodules to their state dicts is accepted, as in torch. With
+            ``broadcast_from_rank0`` that of rank 0 counts; other ranks may pass None.
         options: See ``StateDictOptions``.
 
     Returns:
@@ -172,7 +173,7 @@ def set_model_state_dict(
             ``full_state_dict`` is True.
     """
     chosen = checked_options(options)
-    state = names_of_submodules(model, model_state_dict)
+    state = names_of_submodules(model, model_state_dict or {})
     if has_flat_parameters(model):
         keys: IncompatibleKeys = torchs_helpers().set_model_state_dict(
             model, dict(state), options=torchs_options(chosen)
@@ -185,7 +186,7 @@ def set_model_state_dict(
 def set_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
-    optim_state_dict: Mapping[str, Any],
+    optim_state_dict: Mapping[str, Any] | None,
     *,
     options: StateDictOptions | None = None,
 ) -> None:
@@ -202,7 +203,8 @@ def set_optimizer_state_dict(
         model: The whole model.
         optimizers: One optimizer or several.
         optim_state_dict: What ``get_optimizer_state_dict`` returned, ours or torch's, in either form; or
-            ``state_dict()`` of one optimizer, whose numbers follow the order of its parameters.
+            ``state_dict()`` of one optimizer, whose numbers follow the order of its parameters. With
+            ``broadcast_from_rank0`` that of rank 0 counts; other ranks may pass None.
         options: See ``StateDictOptions``.
 
     Raises:
@@ -214,25 +216,24 @@ def set_optimizer_state_dict(
     """
     chosen = checked_options(options)
     listed = _listed(optimizers)
+    state = optim_state_dict or {}
     if has_flat_parameters(model):
-        torchs_helpers().set_optimizer_state_dict(
-            model, listed, dict(optim_state_dict), options=torchs_options(chosen)
-        )
+        torchs_helpers().set_optimizer_state_dict(model, listed, dict(state), options=torchs_options(chosen))
         return
-    if not optim_state_dict and not chosen.broadcast_from_rank0:
+    if not state and not chosen.broadcast_from_rank0:
         if chosen.full_state_dict and chosen.cpu_offload:
             return
         raise RuntimeError("the state dict of the optimizers is empty")
     with paused_collector():
-        set_optimizers(model, listed, optim_state_dict, chosen)
+        set_optimizers(model, listed, state, chosen)
 
 
 def set_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
     *,
-    model_state_dict: Mapping[str, Any],
-    optim_state_dict: Mapping[str, Any],
+    model_state_dict: Mapping[str, Any] | None,
+    optim_state_dict: Mapping[str, Any] | None,
     options: StateDictOptions | None = None,
 ) -> IncompatibleKeys:
     """Call ``set_optimizer_state_dict`` and ``set_model_state_dict``.

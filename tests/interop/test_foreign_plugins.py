@@ -408,15 +408,22 @@ def test_a_save_planner_is_set_up_with_the_arguments_that_it_has(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_torchs_storage_gets_torchs_planner_itself(tmp_path: Path) -> None:
-    """Such as torch's reader of torch.save files, which looks at the state of the planner that it knows."""
-    torch.save({"t": torch.ones(2)}, tmp_path / "plain.pt")
+@pytest.mark.parametrize("place_is_given_to", ["load", "reader"])
+def test_torchs_storage_gets_torchs_planner_itself(tmp_path: Path, place_is_given_to: str) -> None:
+    """Such as torch's reader of torch.save files, which looks at the state of the planner that it knows.
+
+    A reset makes it forget its own place.
+    """
+    path = tmp_path / "plain.pt"
+    torch.save({"t": torch.ones(2)}, path)
     state = {"t": torch.zeros(2)}
-    reader: Any = format_utils.BroadcastingTorchSaveReader()
     planner: Any = format_utils.DynamicMetaLoadPlanner()
+    given: Any = {"storage_reader": format_utils.BroadcastingTorchSaveReader(path)}
+    if place_is_given_to == "load":
+        given = {"storage_reader": format_utils.BroadcastingTorchSaveReader(), "checkpoint_id": path}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
-        hf.load(state, storage_reader=reader, planner=planner, checkpoint_id=tmp_path / "plain.pt")
+        hf.load(state, planner=planner, **given)
     finally:
         dist.destroy_process_group()
     assert state["t"].tolist() == [1, 1]

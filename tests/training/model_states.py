@@ -168,7 +168,7 @@ def check_setting(
         model,
         optimizer,
         model_state_dict=model_state if is_sender else {},
-        optim_state_dict=optimizer_state if is_sender else {},
+        optim_state_dict=optimizer_state if is_sender else None,
         options=options,
     )
     found = get_state_dict(model, optimizer, options=FULL)
@@ -206,7 +206,7 @@ def check_broadcasts() -> None:
     stage = nn.ModuleDict({str(dist.get_rank()): nn.Linear(3, 2)})
     shapes = {"weight": (2, 3), "bias": (2,)}
     all_stages = {f"{n}.{name}": torch.full(shapes[name], float(n)) for n in range(4) for name in shapes}
-    set_model_state_dict(stage, all_stages if dist.get_rank() == 0 else {}, options=FROM_RANK0)
+    set_model_state_dict(stage, all_stages if dist.get_rank() == 0 else None, options=FROM_RANK0)
     assert all(bool((one == dist.get_rank()).all()) for one in stage.parameters())
 
     expect_everywhere("Unexpected key", stage, {**all_stages, "other": torch.ones(3)})

@@ -155,6 +155,23 @@ def test_the_state_knows_the_parameters_of_the_optimizers(options: StateDictOpti
     assert not any(key.startswith("state.") for key in found) if options is FLAT else states == {}
 
 
+@pytest.mark.parametrize("options", [None, FLAT, StateDictOptions(full_state_dict=True, cpu_offload=True)])
+def test_the_state_goes_through_torch_save_and_its_safe_load(
+    options: StateDictOptions | None, tmp_path: Path
+) -> None:
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters())
+    for steps in (0, 1):  # without and with entries
+        train(model, optimizer, steps=steps)
+        states = get_state_dict(model, optimizer, options=options)
+        torch.save(states, tmp_path / "states.pt")
+        loaded = torch.load(tmp_path / "states.pt", weights_only=True)
+        for one, other in zip(loaded, states, strict=True):
+            assert_same(dict(one.get("state", one)), dict(other.get("state", other)))
+        copied = copy.deepcopy(states[1])
+        assert type(copied.get("state", copied)) is dict
+
+
 class Odd(torch.optim.Optimizer):
     """Keeps values of every kind, and some under a key that is no parameter."""
 

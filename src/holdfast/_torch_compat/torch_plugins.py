@@ -33,12 +33,22 @@ def our_load_planner(planner: Any) -> LoadPlanner:
 
 def our_storage_writer(writer: Any) -> StorageWriter:
     """A writer that works with our records, whoever made it."""
-    return _WriterOfTorch(writer) if _works_as_torchs(writer, "storage", "StorageWriter") else writer
+    return _WriterOfTorch(writer) if is_writer_of_torch(writer) else writer
 
 
 def our_storage_reader(reader: Any) -> StorageReader:
     """A reader that works with our records, whoever made it."""
-    return _ReaderOfTorch(reader) if _works_as_torchs(reader, "storage", "StorageReader") else reader
+    return _ReaderOfTorch(reader) if is_reader_of_torch(reader) else reader
+
+
+def is_writer_of_torch(writer: Any) -> bool:
+    """Whether a writer was made for torch."""
+    return _works_as_torchs(writer, "storage", "StorageWriter")
+
+
+def is_reader_of_torch(reader: Any) -> bool:
+    """Whether a reader was made for torch."""
+    return _works_as_torchs(reader, "storage", "StorageReader")
 
 
 def _then(future: "Future[Any]", convert: Callable[[Any], T]) -> "Future[T]":
