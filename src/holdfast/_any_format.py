@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from holdfast._contents.opening import Checkpoint, find_checkpoint
-from holdfast._format.names import METADATA, metadata_rank
+from holdfast._format.names import METADATA, metadata_rank, parse_data_file
 from holdfast._format.safetensors import SUFFIX
 from holdfast._io.places import local_path, open_file_place, path_text
 from holdfast.errors import CheckpointNotFoundError, UsageError
@@ -61,7 +61,9 @@ def _is_a_file(url: str) -> bool:
 
 
 def _is_of_a_checkpoint(name: str) -> bool:
-    return name == METADATA or metadata_rank(name) is not None or name.endswith(SUFFIX)
+    is_metadata = name == METADATA or metadata_rank(name) is not None
+    # The items of a data file are archives of torch.save, too, so it begins as one.
+    return is_metadata or name.endswith(SUFFIX) or parse_data_file(name) is not None
 
 
 def _may_be_torch_save(path: str) -> bool:

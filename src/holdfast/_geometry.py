@@ -54,6 +54,27 @@ def is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
     )
 
 
+def row_major_boxes(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
+    """A box in parts of at most ``limit`` bytes, which follow each other in row-major order."""
+    offsets, lengths = box
+    cut = next((d for d, length in enumerate(lengths) if length > 1), None)
+    if cut is None or volume(lengths) * itemsize <= limit:
+        yield box
+        return
+    row = volume(lengths[cut + 1 :]) * itemsize
+    rows = max(1, limit // row)
+    for start in range(0, lengths[cut], rows):
+        count = min(rows, lengths[cut] - start)
+        part = Box(
+            (*offsets[:cut], offsets[cut] + start, *offsets[cut + 1 :]),
+            (*lengths[:cut], count, *lengths[cut + 1 :]),
+        )
+        if row > limit:
+            yield from row_major_boxes(part, itemsize, limit)
+        else:
+            yield part
+
+
 def contains(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> bool:
     """Whether the box has the shape's number of dimensions and lies in it, with no negative number."""
     if not len(shape) == len(offsets) == len(lengths):

@@ -45,7 +45,7 @@ from holdfast._manager.background_pruning import BackgroundPruning
 from holdfast._manager.kept_facts import facts_to_keep, run_metadata
 from holdfast._manager.preemption_notice import ignore_preemption
 from holdfast._manager.refused_save import RefusingPlanner
-from holdfast._manager.restoring import RestoredStep, restore_newest
+from holdfast._manager.restoring import RestoredStep, refuse_a_checkpoint, restore_newest
 from holdfast._manager.save_decision import SaveDecision
 from holdfast._manager.step_queries import StepQueries
 from holdfast._manager.update_guard import UpdateGuard
@@ -136,7 +136,7 @@ class CheckpointManager(StepQueries):
 
     Raises:
         UsageError: The arguments make no sense together.
-        CheckpointException: The root cannot be read; the same on every rank.
+        CheckpointException: The root cannot be read, or is a checkpoint itself; the same on every rank.
 
     Example:
         >>> with CheckpointManager("run", keep=Last(3) | Best(1, "loss"), when=EverySteps(500)) as manager:
@@ -188,9 +188,11 @@ class CheckpointManager(StepQueries):
         """The newest step, as rank 0 finds it, and whether this is that rank."""
 
         def look() -> int | None:
+            found = self._root.find_newest()
+            refuse_a_checkpoint(self._root, found)
             if metadata is not None and not self.read_only:
                 self._root.write_run_metadata(metadata)
-            usable = self._root.find_newest().usable
+            usable = found.usable
             return usable[-1].number if usable else None
 
         with open_exchange(

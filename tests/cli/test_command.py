@@ -83,6 +83,15 @@ def test_wrong_usage_is_2_and_explained(holdfast: Command, words: tuple[str, ...
     assert "GLOB\n" not in found.err.splitlines(keepends=True)[-1]
 
 
+@pytest.mark.parametrize(
+    "words", [("ls", "x", "--depth", "two"), ("prune", "x", "--steps", "1,b"), ("bench", "x", "--rounds", "")]
+)
+def test_what_is_no_number_is_said_in_words_of_people(holdfast: Command, words: tuple[str, ...]) -> None:
+    found = holdfast(*words)
+    assert found.code == 2
+    assert f"argument {words[2]}: must be a whole number, not " in found.err
+
+
 @pytest.mark.parametrize("command", ["steps", "prune"])
 def test_what_is_not_the_folder_of_a_run_is_named(
     holdfast: Command, originals: Path, tmp_path: Path, command: str

@@ -1,6 +1,9 @@
 """``holdfast diff`` names every key in which two checkpoints differ, and by how much."""
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +100,61 @@ def test_objects_that_hold_tensors_and_arrays_are_compared(
 def test_something_missing_is_unreadable(first: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", first, first + "-missing"]) == 3
     assert "no such folder" in capsys.readouterr().err
+
+
+def test_a_copy_that_was_cut_off_is_not_equal(
+    tmp_path: Path, first: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(first, copy)
+    [file] = copy.glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:-1])
+    code, found = diff(capsys, first, str(copy))
+    assert code == 1
+    assert not found["equal_checkpoints"]
+    assert found["damaged"] == [{"path": str(copy), "file": file.name, "state": "too short"}]
+
+    file.unlink()
+    assert main(["diff", str(copy), first]) == 1
+    assert f"damaged {copy}: {file.name}: missing\n" in capsys.readouterr().out
+
+
+def test_integers_that_a_float_cannot_tell_apart_and_nans_are_compared_by_their_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nan = float("nan")
+    for name, change in (("a", 0), ("b", 1)):
+        state = {"ids": torch.tensor([2**53 + change, 5]), "losses": torch.tensor([nan, 1.0 + change])}
+        holdfast.save(state, checkpoint_id=tmp_path / name)
+    code, found = diff(capsys, str(tmp_path / "a"), str(tmp_path / "b"))
+    assert code == 1
+    assert {value["key"]: value["differing"] for value in found["values"]} == {"ids": 1, "losses": 1}
+
+
+def test_a_dtype_without_numbers_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, change in (("a", 0), ("b", 1)):
+        packed = torch.tensor([change, 2, 3], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+        holdfast.save({"packed": packed}, checkpoint_id=tmp_path / name)
+    code, found = diff(capsys, str(tmp_path / "a"), str(tmp_path / "b"))
+    assert (code, found["values"]) == (
+        1,
+        [{"key": "packed", "differing": 1, "elements": 3, "largest": None, "mean": None}],
+    )
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert "values  packed: 1 of 3 elements differ\n" in capsys.readouterr().out
+
+
+def test_the_memory_is_that_of_a_piece_however_small_the_elements_are(tmp_path: Path) -> None:
+    for name, change in (("a", 0), ("b", 1)):
+        large = torch.full((48 << 20,), change, dtype=torch.uint8)
+        holdfast.save({"large": large}, checkpoint_id=tmp_path / name)
+    program = (
+        "import resource, sys, torch, holdfast.cli.value_difference\n"
+        "from holdfast.cli import main\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "assert main(['diff', *sys.argv[1:]]) == 1\n"
+        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)\n"
+    )
+    words = [sys.executable, "-c", program, str(tmp_path / "a"), str(tmp_path / "b")]
+    ran = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert int(ran.stdout.split()[-1]) < 400

@@ -170,3 +170,23 @@ def test_commands_for_checkpoints_say_that_a_model_is_none(
 def test_show_gives_the_time_of_the_file(holdfast: Command, formats: dict[str, Path]) -> None:
     for kind in ("torch.save", "safetensors", "file"):
         assert "UTC (by the file's time)" in holdfast("show", formats[kind]).out
+
+
+def test_the_index_of_a_model_stands_for_the_model(holdfast: Command, formats: dict[str, Path]) -> None:
+    index = formats["safetensors"] / "model.safetensors.index.json"
+    assert holdfast("ls", index).out == holdfast("ls", formats["safetensors"]).out
+    assert holdfast("verify", index).code == 0
+    assert holdfast("ls", index.with_name("other.safetensors.index.json")).code == 3
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "report"])
+def test_a_data_file_is_not_taken_for_damage(
+    holdfast: Command, formats: dict[str, Path], tmp_path: Path, command: str
+) -> None:
+    [file] = formats["ours"].glob("*.distcp")
+    for path in (str(file), file.as_uri()):
+        words = ["-o", str(tmp_path / "page.html")] if command == "report" else []
+        outcome = holdfast(command, path, *words)
+        assert outcome.code == 3
+        assert "is a data file" in outcome.err
+        assert f"Name the folder that it is in: {file.parent}\n" in outcome.err

@@ -460,7 +460,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prune", root, "--last", "1", "--dry-run"]) == 0
     assert "would delete 1 step: 2; 2 stay" in capsys.readouterr().out
     assert main(["prune", root, "--best", "1", "--metric", "los"]) == 2
-    message = "--metric los: no step has it; the metrics are loss. Nothing was deleted"
+    message = "--metric: no step has the metric 'los'; the metrics are loss. Nothing was deleted"
     assert message in capsys.readouterr().err
     assert folders(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     assert main(["prune", root, "--best", "1", "--metric", "loss", "--json"]) == 0

@@ -25,7 +25,7 @@ from holdfast.errors import (
     UsageError,
     WrongFolderError,
 )
-from holdfast.manager import CheckpointManager, EverySteps, Last, Preempted
+from holdfast.manager import Best, CheckpointManager, EverySteps, Last, Preempted
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -64,8 +64,9 @@ def test_a_step_of_a_newer_version_is_neither_damaged_nor_passed_over(tmp_path: 
 
 def test_a_root_that_is_a_checkpoint_is_never_taken_for_a_first_start(tmp_path: Path) -> None:
     hf.save(state_of(1), checkpoint_id=tmp_path / "7")
-    with pytest.raises(WrongFolderError, match=r"7 is a checkpoint, not the folder of a run"):
-        CheckpointManager(tmp_path / "7").restore(state_of(0))
+    for read_only in (False, True):
+        with pytest.raises(WrongFolderError, match=r"7 is a checkpoint, not the folder of a run"):
+            CheckpointManager(tmp_path / "7", read_only=read_only)
 
 
 def test_steps_under_other_names_are_never_taken_for_a_first_start(tmp_path: Path) -> None:
@@ -77,6 +78,28 @@ def test_steps_under_other_names_are_never_taken_for_a_first_start(tmp_path: Pat
     restored = CheckpointManager(tmp_path, name="{step}").restore(state_of(0))
     assert restored is not None
     assert restored.step == 3
+
+
+def test_steps_under_other_names_are_found_beside_other_checkpoints(tmp_path: Path) -> None:
+    for folder in ("100", "200", "last", "pretrained"):
+        hf.save(state_of(3), checkpoint_id=tmp_path / folder)
+    with pytest.raises(WrongFolderError, match=r"the checkpoints 100, 200\. Pass name='\{step\}'"):
+        CheckpointManager(tmp_path).restore(state_of(0))
+
+
+def test_a_metric_that_no_step_has_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with CheckpointManager(tmp_path, keep=Last(1) | Best(1, "los")) as manager:
+        for step in range(4):
+            manager.save(step, state_of(step), metrics={"loss": float(step)})
+            manager.prune()
+        [said] = [line for line in caplog.messages if "los" in line]
+        assert "no step has the metric 'los'; the metrics are loss" in said
+        assert manager.steps() == [3]
+        caplog.clear()
+        assert manager.best("loss") == 3
+        assert not caplog.messages
+        assert manager.best("accuracy") is None
+        assert "no step has the metric 'accuracy'; the metrics are loss" in caplog.text
 
 
 def test_other_checkpoints_beside_a_run_do_not_stop_its_first_start(tmp_path: Path) -> None:

@@ -399,3 +399,23 @@ def test_a_view_that_is_let_go_of_closes_its_files(tmp_path: Path) -> None:
         del weight
         gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_torch_makes_a_tensor_of_a_stored_one(saved: Path) -> None:
+    with hf.open(saved) as view:
+        for key in view:
+            stored = view[key]
+            if hasattr(stored, "ndim"):
+                whole = stored[...]
+                for made in (torch.as_tensor(stored), torch.tensor(stored)):
+                    assert made.dtype == whole.dtype
+                    assert made.shape == whole.shape
+                    assert torch.equal(*(one.reshape(-1).view(torch.uint8) for one in (made, whole)))
+
+
+def test_what_a_stored_tensor_does_not_have_is_answered_with_how_to_read_it(root: Path) -> None:
+    with hf.open(root / "ours") as view:
+        stored = view[next(key for key in view if hasattr(view[key], "ndim"))]
+        with pytest.raises(AttributeError, match=r"float: .* Read it first: \[\.\.\.\] is the whole tensor"):
+            stored.float()
+        assert not hasattr(stored, "_ipython_display_")

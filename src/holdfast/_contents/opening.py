@@ -1,16 +1,16 @@
 """From the path that a user names to the checkpoint that is there."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from holdfast._contents.absence import explain_absence
 from holdfast._contents.findings import Findings
 from holdfast._contents.inventory import Inventory, inventory_of, read_inventory
 from holdfast._format.metadata_file import LARGEST_METADATA
-from holdfast._format.names import METADATA, metadata_rank
+from holdfast._format.names import METADATA, metadata_rank, parse_data_file
 from holdfast._format.safetensors import SUFFIX
-from holdfast._format.safetensors_index import INDEX
+from holdfast._format.safetensors_index import INDEX, find_index
 from holdfast._io.places import local_path, open_file_place, open_place
 from holdfast._io.store import FileSource
 from holdfast.errors import CheckpointNotFoundError
@@ -106,6 +106,17 @@ def find_checkpoint(path: str) -> Checkpoint:
         if not store.exists(name):
             raise CheckpointNotFoundError(f"{path}: there is no such file", path=path)
         return SafetensorsModel(store, [(None, "")], only_file=name)
+    if find_index([name]) and not os.path.isdir(path):
+        store = open_place(above or ".")
+        names = store.names()
+        if find_index(names) == name:  # it is the one that decides
+            return _model_in(store, names)
+    if parse_data_file(name) and not os.path.isdir(path):
+        raise CheckpointNotFoundError(
+            f"{path}: is a data file, which says nothing without the metadata of its checkpoint. Name the "
+            f"folder that it is in: {above or '.'}",
+            path=path,
+        )
     if folder is not None and not os.path.isdir(folder):
         is_file = os.path.exists(path)
         what = "is not a folder, and no file of a checkpoint" if is_file else "there is no such folder"
@@ -116,7 +127,11 @@ def find_checkpoint(path: str) -> Checkpoint:
         return Checkpoint(store, [(None, METADATA)])
     ranks = sorted((rank, name) for name in names if (rank := metadata_rank(name)) is not None)
     if not ranks and any(name.endswith(SUFFIX) for name in names):
-        return SafetensorsModel(store, [(None, INDEX if INDEX in names else "")])
+        return _model_in(store, names)
     if not ranks:
         raise CheckpointNotFoundError(str(explain_absence(store, METADATA)), path=path)
     return Checkpoint(store, [*ranks])
+
+
+def _model_in(store: FileSource, names: Collection[str]) -> SafetensorsModel:
+    return SafetensorsModel(store, [(None, INDEX if INDEX in names else "")])

@@ -272,7 +272,12 @@ def _not_a_folder(path: str) -> NotAFolderError:
     if name == METADATA or os.path.exists(os.path.join(folder, METADATA)):
         hint = f"Name the folder that it is in: {folder}"
     else:
-        hint = "A checkpoint is a folder: name another path. (What torch.save wrote is read by torch.load.)"
+        reader = (
+            f"HuggingFaceStorageReader({folder!r})"
+            if name.endswith(".safetensors")
+            else f"TorchSaveReader({path!r}), if torch.save wrote it"
+        )
+        hint = f"A checkpoint is a folder: name another path. To load the file, pass storage_reader={reader}"
     return NotAFolderError(f"{path} is a file, not the folder of a checkpoint. {hint}", path=path)
 
 

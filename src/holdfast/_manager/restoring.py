@@ -10,7 +10,7 @@ from holdfast._format.names import METADATA
 from holdfast._ranks.group_exchange import open_exchange
 from holdfast._steps.pruning import mark_damaged
 from holdfast._steps.run_root import RunRoot
-from holdfast._steps.step_list import Step
+from holdfast._steps.step_list import Step, StepList
 from holdfast._steps.step_metadata import METRICS, USER
 from holdfast._steps.step_names import KNOWN_FORMS, guess_names
 from holdfast.errors import (
@@ -109,18 +109,22 @@ def _agree_on_candidates(
         return exchange.share("find the steps", look), exchange.is_coordinator
 
 
-def _refuse_other_places(root: RunRoot) -> None:
-    """Raise if the root is a checkpoint itself, or has steps under other names: this is no first start."""
-    below = root.store.below(METADATA)
-    if METADATA in below.files:
+def refuse_a_checkpoint(root: RunRoot, found: StepList) -> None:
+    """Raise if the root is a checkpoint itself: its steps would lie among the files of that."""
+    if not found.steps and METADATA in found.files:
         raise WrongFolderError(
             f"{root.place} is a checkpoint, not the folder of a run. Name the folder that has a folder for "
             "each step. (holdfast.load loads one checkpoint.)",
             path=root.place,
         )
-    complete = [folder for folder, commit in below.folders.items() if commit is not None]
-    names = guess_names(complete)
-    if complete and names.form in KNOWN_FORMS and all(names.step(folder) is not None for folder in complete):
+
+
+def _refuse_other_places(root: RunRoot) -> None:
+    """Raise if the root has steps under other names, whatever else is there: this is no first start."""
+    folders = [folder for folder, commit in root.store.below(METADATA).folders.items() if commit is not None]
+    names = guess_names(folders)
+    complete = [folder for folder in folders if names.step(folder) is not None]
+    if complete and names.form in KNOWN_FORMS:
         raise WrongFolderError(
             f"{root.place} has no step of this run, whose folders are called {root.names.form!r}, but it has "
             f"the checkpoints {', '.join(sorted(complete)[:5])}. Pass name={names.form!r} to go on from "

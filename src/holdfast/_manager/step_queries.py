@@ -1,15 +1,18 @@
 """What can be asked of a run: its steps, the newest and the best, their metrics and paths; and its pins."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from holdfast._steps.policies import Best, StepFacts
+from holdfast._steps.policies import Best, StepFacts, unknown_metric
 from holdfast._steps.run_root import RunRoot
 from holdfast._steps.step_list import Step, StepList
 from holdfast._steps.step_metadata import METRICS, USER, facts_of
 from holdfast._steps.step_names import check_step
 from holdfast.errors import CheckpointNotFoundError, UsageError
+
+logger = logging.getLogger(__name__)
 
 
 class StepQueries:
@@ -30,9 +33,15 @@ class StepQueries:
     def best(
         self, metric: str | Callable[[Mapping[str, Any]], float], *, highest: bool = False
     ) -> int | None:
-        """The complete step with the lowest, or highest, value of a metric; None if no step has it."""
-        found = self._root.find_steps()
-        ranked = Best(1, metric, highest).sorted(self._facts(found))
+        """The complete step with the lowest, or highest, value of a metric; None if no step has it.
+
+        If there are steps, and none has a metric of this name, the log says so.
+        """
+        policy, steps = Best(1, metric, highest), self._facts(self._root.find_steps())
+        problem = unknown_metric(policy, steps)
+        if steps and problem:
+            logger.warning("%s: %s", self._root.place, problem)
+        ranked = policy.sorted(steps)
         return ranked[0].number if ranked else None
 
     def _facts(self, found: StepList) -> list[StepFacts]:

@@ -373,6 +373,16 @@ def policies_in(policy: Policy) -> tuple[Policy, ...]:
     return policy.policies if isinstance(policy, AnyOf) else (policy,)
 
 
+def unknown_metric(policy: Policy, steps: Sequence[StepFacts]) -> str | None:
+    """In words, that a policy asks for the best of a metric that no step has: it keeps none. Else None."""
+    there = sorted({name for step in steps for name in step.metrics})
+    for part in policies_in(policy):
+        if isinstance(part, Best) and isinstance(part.metric, str) and part.metric not in there:
+            known = f"the metrics are {', '.join(there)}" if there else "no step has metrics"
+            return f"no step has the metric {part.metric!r}; {known}"
+    return None
+
+
 def _spaced(steps: Sequence[StepFacts], seconds: float) -> list[int]:
     # In the order of the run, not of time: then a step that was kept once stays kept, however clocks jump.
     kept, last = list[int](), -math.inf

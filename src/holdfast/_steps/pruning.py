@@ -16,7 +16,7 @@ from holdfast._format.metadata_file import LARGEST_METADATA, split
 from holdfast._format.names import METADATA
 from holdfast._format.torch_pickle import read_torch_metadata
 from holdfast._io.store import ByteStore, FileSource
-from holdfast._steps.policies import KeepPolicy, policies_in, steps_to_delete
+from holdfast._steps.policies import KeepPolicy, policies_in, steps_to_delete, unknown_metric
 from holdfast._steps.root_files import damaged_name
 from holdfast._steps.run_root import RunRoot
 from holdfast._steps.step_deletion import delete_step, finish_deletion
@@ -35,11 +35,13 @@ class PrunePlan:
         found: All steps.
         kept: The complete and sound ones that stay, the newest last.
         doomed: Those to delete, the oldest first.
+        unknown_metric: In words, that steps are deleted because no step has a metric whose best are kept.
     """
 
     found: StepList
     kept: tuple[Step, ...]
     doomed: tuple[Step, ...]
+    unknown_metric: str | None
 
 
 @dataclass
@@ -54,6 +56,7 @@ class Pruning:
             saves below the same root.
         current: The folder that is being deleted.
         failed: How many deletions have failed so far. They are tried again the next time.
+        warned: What was said already of a metric that no step has.
     """
 
     root: RunRoot
@@ -62,6 +65,7 @@ class Pruning:
     saved_last: str | None = None
     current: str | None = None
     failed: int = 0
+    warned: str | None = None
 
     def plan(self) -> PrunePlan:
         """Look at the root, and decide. Changes nothing."""
@@ -75,11 +79,13 @@ class Pruning:
         spared = {
             step.number for step in usable if step.folder == self.saved_last or self.root.is_link(step.folder)
         }
-        doomed = set(steps_to_delete(self.keep, facts_of(usable, metadata))) - spared
+        facts = facts_of(usable, metadata)
+        doomed = set(steps_to_delete(self.keep, facts)) - spared
         return PrunePlan(
             found,
             tuple(step for step in usable if step.number not in doomed),
             tuple(step for step in usable if step.number in doomed),
+            unknown_metric(self.keep, facts) if doomed else None,
         )
 
     def _problem_of(self, step: Step) -> str | None:
@@ -104,6 +110,14 @@ class Pruning:
             The steps that were deleted.
         """
         plan = self.plan()
+        if plan.unknown_metric not in (None, self.warned):
+            # This is normal before the first evaluation, so deleting goes on: the disk must not fill.
+            self.warned = plan.unknown_metric
+            logger.warning(
+                "%s: keep= asks for the best steps of a metric, but %s. Steps are deleted without regard "
+                "to it. Pass metrics= when you save, with this name.",
+                *(self.root.store.url, plan.unknown_metric),
+            )
         self.root.settle_abandoned(plan.found)
         for folder in sorted(plan.found.deleting):
             if not is_over():

@@ -87,6 +87,21 @@ class SavedTensor:
         found = self.numpy()
         return found if dtype is None else found.astype(dtype)
 
+    def __dlpack__(self, **options: Any) -> Any:
+        """For ``torch.as_tensor``, which otherwise takes it for a list of tensors."""
+        return self.torch().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0  # what is read lies in the memory of the host
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(
+            f"{name}: a stored tensor does not have it, and is not read yet. Read it first: [...] is the "
+            "whole tensor, [:10] the first rows"
+        )
+
     def __repr__(self) -> str:
         chunks = len(self._entry.chunks)
         parts = "" if chunks == 1 else f", {chunks} chunks"

@@ -193,7 +193,14 @@ def _add_name(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    return [_whole(part) for part in text.split(",")]
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}") from None
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
@@ -233,7 +240,7 @@ def _size(text: str) -> int:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
+    number = _whole(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, not {number}")
     return number

@@ -10,6 +10,7 @@ from holdfast._any_format import open_checkpoint
 from holdfast._contents.inventory import Inventory, ObjectEntry, StoredChunk, TensorEntry
 from holdfast._contents.opening import Checkpoint
 from holdfast.cli.exit_codes import FINE
+from holdfast.cli.summary import states_of_files
 from holdfast.cli.text import Style, counted, printable, shape_text, write_json, write_lines
 from holdfast.errors import UsageError
 
@@ -32,6 +33,7 @@ class _Difference:
         values: Keys with other values, with the size of the difference.
         equal: How many keys are equal.
         by_checksum: How many of these were found equal by their checksums, without being read.
+        damaged: Data files that are missing or have another size, and of which checkpoint.
     """
 
     only_first: list[str] = field(default_factory=list)
@@ -40,11 +42,12 @@ class _Difference:
     values: list[dict[str, Any]] = field(default_factory=list)
     equal: int = 0
     by_checksum: int = 0
+    damaged: list[dict[str, str]] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
         """Whether there is none."""
-        return not (self.only_first or self.only_second or self.kinds or self.values)
+        return not (self.only_first or self.only_second or self.kinds or self.values or self.damaged)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -60,10 +63,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _compare(first: str, second: str) -> _Difference:
     places = open_checkpoint(first), open_checkpoint(second)
-    ours, theirs = ({entry.key: entry for entry in _read(place).entries} for place in places)
+    parts = [_read(place) for place in places]
+    ours, theirs = ({entry.key: entry for entry in part.entries} for part in parts)
     found = _Difference(
         only_first=[key for key in ours if key not in theirs],
         only_second=[key for key in theirs if key not in ours],
+        # What is equal by its checksums is not read, so a copy that was cut off would seem to be equal.
+        damaged=[
+            {"path": path, "file": file["name"], "state": file["state"]}
+            for path, place, part in zip((first, second), places, parts, strict=True)
+            for file in states_of_files(part, place.sizes())
+            if file["state"] != "present"
+        ],
     )
     unknown: list[Entry] = []
     for key, entry in ours.items():
@@ -78,22 +89,18 @@ def _compare(first: str, second: str) -> _Difference:
             unknown.append(entry)
     found.equal = found.by_checksum
     if unknown:
-        # This brings torch, which takes seconds: only what checksums do not tell needs it.
+        # These bring torch, which takes seconds: only what checksums do not tell needs it.
+        from holdfast.cli.value_difference import difference_of  # noqa: PLC0415
         from holdfast.reader import open as open_view  # noqa: PLC0415
 
         with open_view(first) as one, open_view(second) as other_one:
             for entry in unknown:
-                difference = _difference(_value(one[entry.key]), _value(other_one[entry.key]))
+                difference = difference_of(one[entry.key], other_one[entry.key])
                 if difference is None:
                     found.equal += 1
                 else:
                     found.values.append({"key": entry.key, **difference})
     return found
-
-
-def _value(stored: Any) -> Any:
-    """The value of a key: all of a tensor."""
-    return stored.torch() if hasattr(stored, "torch") else stored
 
 
 def _read(checkpoint: Checkpoint) -> Inventory:
@@ -128,39 +135,6 @@ def _checksums(entry: Entry) -> Any:
     return found
 
 
-def _difference(one: Any, other: Any) -> dict[str, Any] | None:
-    """How much two values differ; None if they are equal."""
-    import torch  # noqa: PLC0415
-
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return None if _is_same(one, other) else {"first": repr(one)[:80], "second": repr(other)[:80]}
-    # By their bytes: a NaN is not equal to itself.
-    if torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (one, other))):
-        return None
-    exact = torch.complex128 if one.is_complex() else torch.float64
-    first, second = one.to(exact), other.to(exact)
-    distance = (first - second).abs().nan_to_num()
-    return {
-        "differing": int(torch.count_nonzero(first != second)),
-        "elements": one.numel(),
-        "largest": float(distance.max()),
-        "mean": float(distance.mean()),
-    }
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two objects are equal, whatever they hold: tensors and arrays are compared as a whole."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    if hasattr(one, "dtype") and hasattr(one, "shape"):
-        return bool(one.dtype == other.dtype and one.shape == other.shape and (one == other).all())
-    return bool(one == other)
-
-
 def _lines(arguments: argparse.Namespace, found: _Difference) -> Iterator[str]:
     style = Style(sys.stdout)
     alone = len(found.only_first) + len(found.only_second)
@@ -171,6 +145,8 @@ def _lines(arguments: argparse.Namespace, found: _Difference) -> Iterator[str]:
         yield f"{style.bad('kind')}    {printable(change['key'])}: {change['first']} -> {change['second']}"
     for value in found.values:
         yield f"{style.bad('values')}  {printable(value['key'])}: {_in_words(value)}"
+    for file in found.damaged:
+        yield f"{style.bad('damaged')} {printable(file['path'])}: {printable(file['file'])}: {file['state']}"
     verdict = style.good("equal") if found.is_empty else style.bad("different")
     parts = [
         f"{counted(found.equal, 'key')} equal ({found.by_checksum:,} by checksum)",
@@ -184,7 +160,7 @@ def _lines(arguments: argparse.Namespace, found: _Difference) -> Iterator[str]:
 def _in_words(value: dict[str, Any]) -> str:
     if "elements" not in value:
         return f"{printable(value['first'])} -> {printable(value['second'])}"
-    return (
-        f"{value['differing']:,} of {value['elements']:,} elements differ, by {value['largest']:.3g} at "
-        f"most, {value['mean']:.3g} on average"
-    )
+    text = f"{value['differing']:,} of {value['elements']:,} elements differ"
+    if value["largest"] is None:
+        return text
+    return f"{text}, by {value['largest']:.3g} at most, {value['mean']:.3g} on average"

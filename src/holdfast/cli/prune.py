@@ -6,9 +6,7 @@ from operator import or_
 from typing import Any
 
 from holdfast._steps.policies import Best, Every, KeepPolicy, Last, Steps, Within
-from holdfast._steps.pruning import PrunePlan, Pruning
-from holdfast._steps.run_root import RunRoot
-from holdfast._steps.step_metadata import METRICS
+from holdfast._steps.pruning import Pruning
 from holdfast.cli.exit_codes import FINE, UNREADABLE
 from holdfast.cli.run_steps import check_is_run, open_root
 from holdfast.cli.text import counted, printable, write_json, write_lines
@@ -22,8 +20,9 @@ def run(arguments: argparse.Namespace) -> int:
     pruning = Pruning(open_root(arguments.path, arguments.name), _needed_policy(arguments))
     plan = pruning.plan()
     check_is_run(pruning.root, plan.found)
-    if arguments.metric is not None:
-        _check_metric(arguments.metric, pruning.root, plan)
+    if plan.unknown_metric:
+        # The steps that a misspelt one was to keep would be deleted.
+        raise UsageError(f"--metric: {plan.unknown_metric}. Nothing was deleted", found=arguments.metric)
     doomed = [step.number for step in plan.doomed]
     deleted = doomed if arguments.dry_run else pruning.run()
     if arguments.json:
@@ -37,17 +36,6 @@ def run(arguments: argparse.Namespace) -> int:
         what = f"{verb} {counted(len(deleted), 'step')}{names}; {stay}"
         write_lines([f"{printable(arguments.path)}: {what}"])
     return UNREADABLE if pruning.failed else FINE
-
-
-def _check_metric(metric: str, root: RunRoot, plan: PrunePlan) -> None:
-    """A misspelt metric keeps no step, so the steps that it was to keep would be deleted."""
-    if not plan.doomed:
-        return
-    known = root.metadata.of([*plan.doomed, *plan.kept], plan.found.files)
-    names = {name for values in known.values() for name in values.get(METRICS, {})}
-    if metric not in names:
-        there = f"the metrics are {', '.join(sorted(names))}" if names else "no step has metrics"
-        raise UsageError(f"--metric {metric}: no step has it; {there}. Nothing was deleted", found=metric)
 
 
 def _needed_policy(arguments: argparse.Namespace) -> KeepPolicy:

@@ -10,7 +10,7 @@ from holdfast._io.store import FileSource
 from holdfast.cli.small_objects import as_json
 from holdfast.cli.tree import entry_nbytes
 
-__all__ = ["summarize"]
+__all__ = ["states_of_files", "summarize"]
 
 
 def summarize(part: Inventory, store: FileSource, sizes: dict[str, int]) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def summarize(part: Inventory, store: FileSource, sizes: dict[str, int]) -> dict
         "objects": len(objects),
         "object_nbytes": sum(map(entry_nbytes, objects)),
         "metadata": {"name": name, "nbytes": part.nbytes},
-        "files": _files(part, sizes),
+        "files": states_of_files(part, sizes),
         "user_metadata": {key: as_json(value) for key, value in part.user_metadata.items()},
     }
 
@@ -72,7 +72,8 @@ def _by_dtype(part: Inventory) -> list[dict[str, Any]]:
     ]
 
 
-def _files(part: Inventory, sizes: dict[str, int]) -> list[dict[str, Any]]:
+def states_of_files(part: Inventory, sizes: dict[str, int]) -> list[dict[str, Any]]:
+    """Each data file that the metadata names, and whether it is there with its size."""
     files = []
     for name, expected in sorted(part.files.items(), key=lambda pair: _place_of(pair[0])):
         found = sizes.get(name)
