@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -161,6 +162,20 @@ def test_numpy_needs_no_torch(root: Path) -> None:
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert done.returncode == 0, (name, done.stderr)
+
+
+def test_a_part_of_a_compressed_tensor_takes_little_memory(tmp_path: Path) -> None:
+    large = torch.arange(4 << 20, dtype=torch.int32).reshape(2048, 2048)
+    hf.save({"w": large}, storage_writer=hf.FileSystemWriter(tmp_path, _extensions=[ZStandard()]))
+    with hf.open(tmp_path, framework="numpy") as view:
+        tracemalloc.start()
+        try:
+            part = view["w"][2000:2002, 5:7]
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert part.tolist() == large[2000:2002, 5:7].tolist()
+    assert peak < large.nbytes / 2
 
 
 def test_bfloat16_needs_ml_dtypes_in_numpy_and_says_so(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,228 +1,228 @@
-"""Owns reading boxes of stored tensors into memory of the caller, whatever wrote them, without torch."""
+"""Owns which jobs read a box of a stored chunk: by ranges, through its transforms, or as torch wrote it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-from holdfast._byte_ranges import ByteRange, ranges_of
-from holdfast._contents.inventory import Ints, TensorEntry
-from holdfast._contents.item_bytes import ItemBytes, ItemFile, ItemRules, naming, read_transformed
-from holdfast._format.dtypes import DTYPES
+from holdfast._byte_ranges import SCRATCH, ranges_of
+from holdfast._contents.box_target import BoxTarget, ReorderedTarget, StoredBox
+from holdfast._contents.inventory import Ints
+from holdfast._contents.item_bytes import ItemBytes, naming, new_memory, read_transformed, undo_transforms
+from holdfast._contents.ranges import RangeRead, ranges_for
 from holdfast._format.item_table import StorageInfo
+from holdfast._format.torch_item import tensor_item
 from holdfast._format.torch_item_reader import TensorLayout, read_item_layout
-from holdfast._geometry import Box, cover_of, intersect, is_row_major, reach_of, row_major_strides, volume
+from holdfast._geometry import Box, is_row_major, row_major_strides, volume
 from holdfast._io.blocks import BLOCK_SIZE, crc32
-from holdfast.errors import ChecksumError, IncompleteCheckpointError, IntegrityError, MetadataFormatError
+from holdfast.errors import ChecksumError, IntegrityError
 
-_PIECE = 16 << 20
-"""A large run is read in pieces of this, so that several threads share it."""
-
-
-class Arrays(Protocol):
-    """How tensors are held in memory: as arrays of numpy, or as tensors of torch."""
-
-    def empty(self, shape: Ints, dtype: str) -> Any:
-        """Memory for a tensor, row-major, with anything in it."""
-
-    def memory_of(self, array: Any) -> memoryview:
-        """The bytes of what ``empty`` made."""
-
-    def put(self, array: Any, box: Box, content: memoryview, strides: Ints, first: int) -> None:
-        """Fill a box of an array with elements from bytes: from element ``first`` on, ``strides`` apart."""
-
-    def put_loaded(self, array: Any, box: Box, content: bytes, at: Ints) -> None:
-        """Fill a box of an array with that of the tensor in a container of torch's, from ``at`` on.
-
-        Raises:
-            IntegrityError: There is no such tensor in it.
-            UsageError: These arrays cannot do that.
-        """
+_STEP = 1 << 20
+_ROWS = 4 << 20
 
 
-class ChunkPart(NamedTuple):
-    """A box of one stored chunk, and where it goes.
+class RangeJob:
+    """The job that reads one range. It may be done by itself, or with its neighbours."""
 
-    Attributes:
-        key: The tensor's key.
-        dtype: Its dtype.
-        shape: The shape of the chunk.
-        info: Where the chunk lies.
-        box: The box, in the chunk.
-        at: Where it begins in the array.
-        array: What is filled, made by ``arrays``.
-        array_shape: Its shape.
-        arrays: Knows the array.
-    """
+    def __init__(self, read: RangeRead) -> None:
+        self.read = read
 
-    key: str
-    dtype: str
-    shape: Ints
-    info: StorageInfo
-    box: Box
-    at: Ints
-    array: Any
-    array_shape: Ints
-    arrays: Arrays
+    def __call__(self) -> None:
+        """Read it, and put it where it belongs."""
+        self._carry_out(self.read.deliver)
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return DTYPES[self.dtype].itemsize
+    def take(self, content: memoryview) -> None:
+        """The same with bytes that were read and checked already."""
+        self._carry_out(partial(self.read.deliver_from, content))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole chunk."""
-        return volume(self.shape) * self.itemsize
+    def _carry_out(self, work: Callable[[], object]) -> None:
+        _carry_out(self.read.stored.target, work)
 
-    def jobs(self, rules: ItemRules, file: ItemFile) -> list[Callable[[], None]]:
-        """What reads it, all of it or piece by piece."""
-        item = ItemBytes(rules, file, self.info)
-        if self.info.transform_descriptors:
-            return [partial(self._run, self._read_transformed, item)]
-        if not self.info.is_located:
-            return [partial(self._run, self._read_torch_written, item)]
-        if self.info.payload_nbytes != self.nbytes:
-            what = f"has {self.info.payload_nbytes} bytes, and its tensor needs {self.nbytes}"
-            raise item.damaged(what, MetadataFormatError, key=self.key)
-        block = self.info.block_size if item.is_verified else 0
-        pieces = self._ranges(rules, _PIECE, block)
-        return [partial(self._run, self._read_piece, item, piece) for piece in pieces]
 
-    def _ranges(self, rules: ItemRules, run_limit: int, block: int) -> Iterator[ByteRange]:
-        return ranges_of(
-            self.shape, *self.box, self.itemsize, run_limit=run_limit, block=block, thrift=rules.thrift
-        )
+def box_jobs(item: ItemBytes, stored: StoredBox) -> list[Callable[[], None]]:
+    """Jobs that together read one box of a stored chunk."""
+    target = stored.target
+    if item.info.transform_descriptors:
+        return [partial(_carry_out, target, partial(_read_transformed, item, stored))]
+    if not item.info.is_located:
+        return [partial(_carry_out, target, partial(_read_torch_written, item, stored))]
+    jobs = [RangeJob(RangeRead(item, stored, piece)) for piece in ranges_for(item, stored)]
+    target.waiting = max(1, len(jobs))
+    return [*jobs] if jobs else [target.arrived]
 
-    def _run(self, read: Callable[..., object], *what: Any) -> None:
-        with naming(self.key):
-            read(*what)
 
-    def _read_piece(self, item: ItemBytes, piece: ByteRange) -> memoryview:
-        """Read a piece and put it where it belongs; the bytes that were read."""
+def _carry_out(target: BoxTarget, work: Callable[[], object]) -> None:
+    with naming(target.key):
+        work()
+        target.arrived()
+
+
+def _read_torch_written(item: ItemBytes, stored: StoredBox) -> None:
+    """Read the box of an item that torch wrote; only its bytes, where the elements lie one by one."""
+    layout = _layout_of(item, stored, item.read_at, item.info.length)
+    if layout is None:
+        _put_loaded(item, stored, item.read_unchecked())
+        return
+    order = _order_in_memory(layout)
+    if order is None:
+        with item.context.budget.hold(layout.payload_nbytes):
+            payload = new_memory(layout.payload_nbytes)
+            item.file.read_into(item.info.offset + layout.payload_offset, payload)
+            _put_payload(item, stored, layout, payload)
+        return
+    start = layout.payload_offset + layout.storage_offset * stored.itemsize
+    if order != sorted(order):
+        # A transposed or channels-last tensor is a row-major one with its dimensions in another order.
+        shape, *box = (tuple(sizes[d] for d in order) for sizes in (stored.shape, *stored.box))
+        stored = stored._replace(shape=shape, box=Box(*box), target=ReorderedTarget(stored.target, order))
+    info = StorageInfo(item.info.relative_path, item.info.offset, item.info.length, None, start)
+    inner, stored = ItemBytes(item.context, item.file, info), stored._replace(info=info)
+    # Part of a payload cannot be checked: torch keeps one checksum for the whole.
+    is_whole = stored.box.lengths == stored.shape and stored.nbytes == layout.payload_nbytes
+    # What is checked is still in cache then.
+    limit, found = BLOCK_SIZE if is_whole else SCRATCH, 0
+    for piece in ranges_of(stored.shape, *stored.box, stored.itemsize, run_limit=limit, block=0):
         item.context.cancellation.check()
-        at = tuple(a + o for a, o in zip(self.at, piece.offsets, strict=True))
-        content = self._own_memory(at, piece) if piece.is_run else None
-        if content is not None:
-            item.read(piece.start, content)
-            return content
-        content = memoryview(bytearray(piece.nbytes))
-        item.read(piece.start, content)
-        self.arrays.put(self.array, Box(at, piece.lengths), content, row_major_strides(self.shape), 0)
-        return content
-
-    def _own_memory(self, at: Ints, piece: ByteRange) -> memoryview | None:
-        """The array's bytes for a run of the chunk, if they are one run there, too."""
-        strides = row_major_strides(self.array_shape)
-        if reach_of(piece.lengths, strides) != volume(piece.lengths):
-            return None
-        start = sum(o * s for o, s in zip(at, strides, strict=True)) * self.itemsize
-        return self.arrays.memory_of(self.array)[start : start + piece.nbytes]
-
-    def _read_transformed(self, item: ItemBytes) -> None:
-        # Inside is a container, which is little more than the elements.
-        content = read_transformed(item, limit=self.nbytes + (1 << 20))
-        layout = read_item_layout(
-            lambda offset, nbytes: content[offset : offset + nbytes],
-            len(content),
-            path=item.file.path,
-            key=self.key,
-        )
-        if layout is None or not self._is_known(layout):
-            self.arrays.put_loaded(self.array, Box(self.at, self.box.lengths), content, self.box.offsets)
-            return
-        end = layout.payload_offset + layout.payload_nbytes
-        self._put_payload(item, memoryview(content)[layout.payload_offset : end], layout)
-
-    def _read_torch_written(self, item: ItemBytes) -> None:
-        info = self.info
-        layout = read_item_layout(item.read_at, info.length, path=item.file.path, key=self.key)
-        if layout is None or not self._is_known(layout):
-            content = item.read_unchecked()
-            self.arrays.put_loaded(self.array, Box(self.at, self.box.lengths), content, self.box.offsets)
-            return
-        if not is_row_major(layout.shape, layout.strides):
-            payload = memoryview(bytearray(layout.payload_nbytes))
-            item.file.read_into(info.offset + layout.payload_offset, payload)
-            self._put_payload(item, payload, layout)
-            return
-        start = layout.payload_offset + layout.storage_offset * self.itemsize
-        inner = ItemBytes(
-            item.context, item.file, StorageInfo(info.relative_path, info.offset, info.length, None, start)
-        )
-        # Part of a payload cannot be checked: torch keeps one checksum for the whole.
-        is_whole = self.box.lengths == self.shape and self.nbytes == layout.payload_nbytes
-        found = 0
-        for piece in self._ranges(item.context, BLOCK_SIZE if is_whole else _PIECE, 0):
-            read = self._read_piece(inner, piece)
-            found = crc32(read, found) if is_whole else 0
-        if is_whole:
-            self._check(item, layout, found)
-
-    def _is_known(self, layout: TensorLayout) -> bool:
-        """Whether the elements are those of the metadata, and can be taken as they are."""
-        if (layout.dtype, layout.shape) != (self.dtype, self.shape):
-            raise IntegrityError(
-                f"it holds a {layout.dtype} tensor of shape {list(layout.shape)}, and the metadata says "
-                f"{self.dtype} {list(self.shape)}: the file belongs to another checkpoint",
-                key=self.key,
-            )
-        return layout.byteorder == "little" and not layout.conj and not layout.neg
-
-    def _put_payload(self, item: ItemBytes, payload: memoryview, layout: TensorLayout) -> None:
-        self._check(item, layout, crc32(payload))
-        offsets = zip(self.box.offsets, layout.strides, strict=True)
-        first = layout.storage_offset + sum(offset * stride for offset, stride in offsets)
-        self.arrays.put(self.array, Box(self.at, self.box.lengths), payload, layout.strides, first)
-
-    def _check(self, item: ItemBytes, layout: TensorLayout, found: int) -> None:
-        if item.context.verify and layout.crc32 is not None and found != layout.crc32:
-            what = "has other bytes of its tensor than were written"
-            raise item.damaged(what, ChecksumError, expected=layout.crc32, found=found)
+        found = RangeRead(inner, stored, piece).deliver(found if is_whole else None)
+    if is_whole:
+        _check(item, layout, found)
 
 
-def find_parts(
-    entry: TensorEntry, box: Box, arrays: Arrays, array: Any, *, at: Ints, shape: Ints
-) -> list[ChunkPart]:
-    """The parts of stored chunks that make up a box of a tensor.
+def _read_transformed(item: ItemBytes, stored: StoredBox) -> None:
+    """Read a chunk from its beginning, a few rows at a time, and keep of it what the box needs."""
+    if not item.info.is_located:
+        # Inside is a container of torch's, which is little more than the elements.
+        content = read_transformed(item, limit=stored.nbytes + _STEP)
+        layout = _layout_of(item, stored, lambda at, nbytes: content[at : at + nbytes], len(content))
+        if layout is None:
+            _put_loaded(item, stored, content)
+        else:
+            end = layout.payload_offset + layout.payload_nbytes
+            _put_payload(item, stored, layout, memoryview(content)[layout.payload_offset : end])
+        return
+    stream = undo_transforms(item)
+    frame = tensor_item(stored.dtype, stored.shape)
+    _fill(item, stream, memoryview(bytearray(frame.payload_offset(0))))
+    memory = stored.target.memory() if stored.box.lengths == stored.shape else None
+    if memory is not None:
+        stored.target.touch()
+        checksum = _fill(item, stream, memory)
+    else:
+        checksum = _put_rows(item, stream, stored)
+    tail = frame.tail(0, checksum)
+    if _read_rest(stream, len(tail) + 1) != tail:
+        raise item.damaged("is not what was saved, once its transforms are undone", ChecksumError)
 
-    Args:
-        entry: The tensor.
-        box: What is wanted of it.
-        arrays: Knows the array.
-        array: What is filled.
-        at: Where the box begins in the array.
-        shape: The shape of the array.
+
+def _put_rows(item: ItemBytes, stream: Any, stored: StoredBox) -> int:
+    """Keep what the box needs of each group of rows; the checksum of all of them."""
+    groups = [lengths for lengths in _row_groups(stored) if 0 not in lengths]
+    largest = volume(groups[0]) * stored.itemsize if groups else 0
+    checksum, first = 0, 0
+    with item.context.budget.hold(largest):
+        # Taken once: memory that is freed and taken again for each group stays with the thread's heap.
+        scratch = new_memory(largest)
+        for lengths in groups:
+            rows = scratch[: volume(lengths) * stored.itemsize]
+            checksum = _fill(item, stream, rows, checksum)
+            _put_part(stored, rows, first, lengths)
+            first += lengths[0] if lengths else 0
+    return checksum
+
+
+def _row_groups(stored: StoredBox) -> Iterator[Ints]:
+    """Shapes of groups of rows that together are the chunk, each of a few MiB."""
+    if not stored.shape:
+        yield ()
+        return
+    rows, *inner = stored.shape
+    step = max(1, _ROWS // max(1, volume(inner) * stored.itemsize))
+    for start in range(0, rows, step):
+        yield (min(step, rows - start), *inner)
+
+
+def _put_part(stored: StoredBox, rows: memoryview, first_row: int, lengths: Ints) -> None:
+    """Put the part of some rows of a chunk that is in the box."""
+    offsets, wanted, strides = *stored.box, row_major_strides(stored.shape)
+    if not lengths:
+        stored.target.put((), (), rows, (), 0)
+        return
+    begin, end = max(first_row, offsets[0]), min(first_row + lengths[0], offsets[0] + wanted[0])
+    if begin < end:
+        at = (begin - offsets[0], *(0 for _ in wanted[1:]))
+        inside = (begin - first_row, *offsets[1:])
+        first = sum(o * s for o, s in zip(inside, strides, strict=True))
+        stored.target.put(at, (end - begin, *wanted[1:]), rows, strides, first)
+
+
+def _fill(item: ItemBytes, stream: Any, view: memoryview, checksum: int = 0) -> int:
+    """Fill ``view`` from the stream, and continue the checksum while the bytes are in cache."""
+    done = 0
+    while done < len(view):
+        count = stream.readinto(view[done : done + _STEP])
+        if not count:
+            raise item.damaged("ends before its tensor does, once its transforms are undone")
+        checksum = crc32(view[done : done + count], checksum)
+        done += count
+    return checksum
+
+
+def _read_rest(stream: Any, most: int) -> bytes:
+    rest = b""
+    while len(rest) < most and (piece := stream.read(most - len(rest))):
+        rest += piece
+    return rest
+
+
+def _layout_of(
+    item: ItemBytes, stored: StoredBox, read_at: Callable[[int, int], bytes], nbytes: int
+) -> TensorLayout | None:
+    """Where the elements lie in a container of torch's; None if only torch can take them as they are.
 
     Raises:
-        IncompleteCheckpointError: No file has all of it.
+        IntegrityError: They are not those of the metadata.
     """
-    parts: list[ChunkPart] = []
-    for chunk in entry.chunks:
-        found = intersect(Box(chunk.offsets, chunk.lengths), box)
-        if found is None:
-            continue
-        if chunk.item is None:
-            raise _incomplete(entry.key, f"its chunk at {list(chunk.offsets)} is stored nowhere")
-        inside = Box(_minus(found.offsets, chunk.offsets), found.lengths)
-        where = tuple(a + o - b for a, o, b in zip(at, found.offsets, box.offsets, strict=True))
-        parts.append(
-            ChunkPart(entry.key, entry.dtype, chunk.lengths, chunk.item, inside, where, array, shape, arrays)
+    layout = read_item_layout(read_at, nbytes, path=item.file.path, key=stored.target.key)
+    if layout is None:
+        return None
+    found, expected = (layout.shape, layout.dtype), (stored.shape, stored.dtype)
+    if found != expected:
+        what = (
+            f"holds a {layout.dtype} tensor of shape {list(layout.shape)}, and the metadata says "
+            f"{stored.dtype} {list(stored.shape)}: the file belongs to another checkpoint"
         )
-    wanted = volume(box.lengths)
-    if wanted and not (len(parts) == 1 and volume(parts[0].box.lengths) == wanted):
-        covered = [Box(_minus(part.at, at), part.box.lengths) for part in parts]
-        hole = cover_of(box.lengths, covered)
-        if hole is not None:
-            offsets = [a + b for a, b in zip(hole.offsets, box.offsets, strict=True)]
-            raise _incomplete(entry.key, f"no chunk has {list(hole.lengths)} elements from {offsets} on")
-    return parts
+        raise item.damaged(what, expected=expected, found=found)
+    return layout if layout.byteorder == "little" and not layout.conj and not layout.neg else None
 
 
-def _minus(one: Sequence[int], other: Sequence[int]) -> Ints:
-    return tuple(a - b for a, b in zip(one, other, strict=True))
+def _order_in_memory(layout: TensorLayout) -> list[int] | None:
+    """The dimensions from the outermost to the innermost in memory; None if elements have gaps or doubles."""
+    shape, strides = layout.shape, layout.strides
+    plain = list(range(len(shape)))
+    if is_row_major(shape, strides):
+        return plain
+    # A dimension of one element may have any stride; where it stands makes no difference.
+    order = sorted(plain, key=lambda d: (-strides[d] if shape[d] > 1 else 0, d))
+    return order if is_row_major([shape[d] for d in order], [strides[d] for d in order]) else None
 
 
-def _incomplete(key: str, problem: str) -> IncompleteCheckpointError:
-    return IncompleteCheckpointError(
-        f"{key}: {problem}: the save was not complete. Load another checkpoint.", key=key
-    )
+def _put_payload(item: ItemBytes, stored: StoredBox, layout: TensorLayout, payload: memoryview) -> None:
+    _check(item, layout, crc32(payload))
+    offsets, lengths = stored.box
+    first = layout.storage_offset + sum(o * s for o, s in zip(offsets, layout.strides, strict=True))
+    if 0 not in lengths:
+        stored.target.put((0,) * len(lengths), lengths, payload, layout.strides, first)
+
+
+def _check(item: ItemBytes, layout: TensorLayout, found: int) -> None:
+    if item.context.verify and layout.crc32 is not None and found != layout.crc32:
+        what = (
+            f"has at {item.info.offset + layout.payload_offset} other bytes of its tensor than were written"
+        )
+        raise item.damaged(what, ChecksumError, expected=layout.crc32, found=found)
+
+
+def _put_loaded(item: ItemBytes, stored: StoredBox, content: bytes) -> None:
+    try:
+        stored.target.put_loaded(content, stored.shape, stored.box.offsets)
+    except IntegrityError as error:
+        raise item.damaged(str(error), expected=error.expected, found=error.found) from error

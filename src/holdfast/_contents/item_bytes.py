@@ -10,7 +10,8 @@ from typing import Any, Protocol, cast
 from holdfast._byte_ranges import USUAL, Thrift
 from holdfast._format.item_table import Payload, StorageInfo
 from holdfast._io.blocks import crc32
-from holdfast._io.pool import Cancellation
+from holdfast._io.pool import Budget, Cancellation
+from holdfast._io.store import FileSource
 from holdfast._io.streams import memory_at
 from holdfast.errors import CheckpointError, ChecksumError, IntegrityError, MetadataFormatError
 from holdfast.extension import ExtensionRegistry, StreamTransformExtension
@@ -40,14 +41,18 @@ class ItemRules:
     """How items are read.
 
     Attributes:
+        store: The checkpoint.
         registry: Makes transforms from their descriptors.
         cancellation: Says that another job failed.
+        budget: Bounds the scratch memory of all jobs together.
         verify: Whether checksums are compared.
         thrift: What may be read besides what is wanted.
     """
 
+    store: FileSource
     registry: ExtensionRegistry
     cancellation: Cancellation
+    budget: Budget
     verify: bool
     thrift: Thrift = USUAL
 
@@ -197,3 +202,11 @@ def _filled(nbytes: int, fill: Callable[[memoryview], None]) -> bytes:
     made: bytes = _new_bytes(None, nbytes)
     fill(memory_at(_address_of(made), nbytes, made))
     return made
+
+
+def new_memory(nbytes: int) -> memoryview:
+    """Memory with anything in it: large memory is not filled with zeros first."""
+    if nbytes < _COPIED:
+        return memoryview(bytearray(nbytes))
+    made = _new_bytes(None, nbytes)
+    return memory_at(_address_of(made), nbytes, made)

@@ -6,6 +6,8 @@ from functools import partial
 from typing import Protocol
 
 from holdfast._byte_ranges import USUAL, Thrift
+from holdfast._contents.box_reader import box_jobs
+from holdfast._contents.box_target import StoredBox
 from holdfast._contents.file_cache import FileCache
 from holdfast._contents.item_bytes import ItemBytes, ItemFile, ItemRules, naming
 from holdfast._contents.object_bytes import ObjectBytes, read_object
@@ -13,10 +15,13 @@ from holdfast._contents.read_window import ReadWindow, group_neighbours
 from holdfast._format.item_table import Payload, StorageInfo
 from holdfast._io import pool
 from holdfast._io.file_access import FileReader
-from holdfast._io.pool import Cancellation
+from holdfast._io.pool import Budget, Cancellation
 from holdfast._io.store import FileSource
-from holdfast.errors import CheckpointNotFoundError, IncompleteCheckpointError
+from holdfast.errors import CheckpointNotFoundError, IncompleteCheckpointError, MetadataFormatError
 from holdfast.extension import ExtensionRegistry
+
+_BUDGET = 256 << 20
+"""The most scratch memory that is taken at once."""
 
 _LEAN = Thrift(waste=1.1, always_fine=4096)
 """For a store where a request costs next to nothing."""
@@ -53,6 +58,27 @@ class ObjectPart:
         return [job]
 
 
+@dataclass
+class TensorPart:
+    """A box of one stored chunk."""
+
+    stored: StoredBox
+
+    @property
+    def info(self) -> StorageInfo:
+        """Where the chunk lies; see ``Part``."""
+        return self.stored.info
+
+    def jobs(self, rules: ItemRules, file: ItemFile) -> list[Job]:
+        """What reads it; see ``Part``."""
+        item, nbytes = ItemBytes(rules, file, self.info), self.stored.nbytes
+        is_raw = self.info.is_located and not self.info.transform_descriptors
+        if is_raw and self.info.payload_nbytes != nbytes:
+            what = f"has {self.info.payload_nbytes} bytes, and its tensor needs {nbytes}"
+            raise item.damaged(what, MetadataFormatError, key=self.stored.target.key)
+        return box_jobs(item, self.stored)
+
+
 class ValueReader:
     """Reads values of one place. Its methods may be called from any thread.
 
@@ -83,7 +109,9 @@ class ValueReader:
         """
         traits = self._store.traits
         is_far = traits.read_gap_nbytes > USUAL.always_fine // 4
-        rules = ItemRules(self._registry, Cancellation(), self._verify, USUAL if is_far else _LEAN)
+        cancellation, thrift = Cancellation(), USUAL if is_far else _LEAN
+        budget = Budget(_BUDGET, cancellation)
+        rules = ItemRules(self._store, self._registry, cancellation, budget, self._verify, thrift)
         jobs: list[Job] = []
         in_order = sorted(parts, key=lambda part: (part.info.relative_path, part.info.offset))
         for group in group_neighbours(in_order, lambda part: part.info, traits):
@@ -92,7 +120,7 @@ class ValueReader:
                 jobs += group[0].jobs(rules, _CachedFile(self._files, name))
             else:
                 jobs.append(partial(self._read_window, group, rules))
-        pool.run(jobs, threads=traits.requests_in_flight, cancellation=rules.cancellation)
+        pool.run(jobs, threads=traits.requests_in_flight, cancellation=cancellation)
 
     def _read_window(self, group: list[Part], rules: ItemRules) -> None:
         begin = group[0].info.offset

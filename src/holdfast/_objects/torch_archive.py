@@ -2,7 +2,10 @@
 
 import io
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
 
 from holdfast.errors import IntegrityError
 
@@ -49,6 +52,27 @@ def refuse_compressed(stream: io.BytesIO) -> None:
             for info in archive.infolist():
                 _refuse(info)
     stream.seek(0)
+
+
+def load_tensor(content: bytes, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Let torch read the tensor in a container, under its weights-only rules.
+
+    Raises:
+        IntegrityError: There is none, or another one.
+    """
+    stream = io.BytesIO(content)
+    try:
+        refuse_compressed(stream)
+        tensor: Any = torch.load(stream, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise IntegrityError(f"cannot be read: {error}") from error
+    found = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, torch.Tensor) else type(tensor)
+    expected = (tuple(shape), dtype)
+    if found != expected:
+        what = f"is {found}, where its metadata says {expected}"
+        raise IntegrityError(what, expected=expected, found=found)
+    loaded: torch.Tensor = tensor.detach()
+    return loaded
 
 
 def _refuse(info: zipfile.ZipInfo) -> None:

@@ -4,8 +4,11 @@ import threading
 
 import torch
 
+from holdfast._contents.box_target import BoxTarget
+from holdfast._contents.inventory import Ints
+from holdfast._objects.torch_archive import load_tensor
 from holdfast._plan.dtype_fit import FLOAT4
-from holdfast._tensors.host import is_plain_memory, memory_of
+from holdfast._tensors.host import elements_of, is_plain_memory, memory_of
 from holdfast.errors import InvalidPlanError
 from holdfast.planner import LoadPlanner, ReadItem
 
@@ -28,32 +31,71 @@ class PlannerCalls:
         self.touched: list[str] = []
 
 
-class Destination:
+class TensorTarget(BoxTarget):
+    """A tensor that a box goes to.
+
+    Args:
+        key: Its flat name.
+        tensor: The tensor; None if ``target`` finds it.
+        dtype: The dtype of what is stored.
+    """
+
+    def __init__(self, key: str, tensor: torch.Tensor | None, dtype: torch.dtype) -> None:
+        self.key = key
+        self.dtype = dtype
+        self.lengths = () if tensor is None else tuple(tensor.shape)
+        self._target = tensor
+
+    def target(self) -> torch.Tensor:
+        """The tensor to be filled, of the shape of the box."""
+        assert self._target is not None
+        return self._target.detach()
+
+    def memory(self) -> memoryview | None:
+        """The tensor's own bytes, if what is stored can be written there; see ``BoxTarget``."""
+        target = self.target()
+        if target.dtype == self.dtype and is_plain_memory(target):
+            return memory_of(target)
+        return None
+
+    def put(self, offsets: Ints, lengths: Ints, content: memoryview, strides: Ints, first: int) -> None:
+        """Copy a part of the box into the tensor, casting and moving it as needed."""
+        part, target = elements_of(content, self.dtype, lengths, strides, first), self.target()
+        if part.shape != target.shape:
+            for dimension, (start, length) in enumerate(zip(offsets, lengths, strict=True)):
+                target = target.narrow(dimension, start, length)
+        if part.dtype == target.dtype == FLOAT4:
+            # Some versions of torch have this dtype, but no copy of it.
+            target, part = target.view(torch.uint8), part.view(torch.uint8)
+        self.touch()
+        target.copy_(part)
+
+    def put_loaded(self, content: bytes, shape: Ints, at: Ints) -> None:
+        """Let torch read a container under its weights-only rules; see ``BoxTarget``."""
+        tensor, target = load_tensor(content, shape, self.dtype), self.target()
+        for dimension, (start, length) in enumerate(zip(at, target.shape, strict=True)):
+            tensor = tensor.narrow(dimension, start, length)
+        self.touch()
+        target.copy_(tensor)
+
+
+class Destination(TensorTarget):
     """Where one tensor item goes: asked for when the first part of it is about to arrive.
 
     Args:
         calls: How the planner is called.
         item: The line of the plan.
         dtype: The dtype of what is stored.
-
-    Attributes:
-        waiting: How many parts are still to arrive.
     """
 
     def __init__(self, calls: PlannerCalls, item: ReadItem, dtype: torch.dtype) -> None:
+        super().__init__(item.dest_index.fqn, None, dtype)
         self.calls = calls
         self.item = item
-        self.dtype = dtype
-        self.waiting = 1
-        self._target: torch.Tensor | None = None
-
-    @property
-    def key(self) -> str:
-        """The destination's flat name."""
-        return self.item.dest_index.fqn
+        self.lengths = tuple(item.lengths)
 
     def target(self) -> torch.Tensor:
-        """The tensor to be filled, of the shape that the line has."""
+        """The tensor that the planner gives, of the shape that the line has."""
         with self.calls.lock:
             if self._target is None:
                 target = self.calls.planner.resolve_tensor(self.item)
@@ -72,33 +114,12 @@ class Destination:
         """Note that the destination is about to be changed."""
         self.calls.touched.append(self.key)
 
-    def memory(self) -> memoryview | None:
-        """The destination's own bytes, if what is stored can be written there as it is.
-
-        Whoever writes there calls ``touch`` before.
-        """
-        target = self.target()
-        if target.dtype == self.dtype and is_plain_memory(target):
-            return memory_of(target)
-        return None
-
-    def put(self, offsets: tuple[int, ...], part: torch.Tensor) -> None:
-        """Copy a part of the box into the destination, casting and moving it as needed."""
-        target = self.target()
-        if part.shape != target.shape:
-            for dimension, (start, length) in enumerate(zip(offsets, part.shape, strict=True)):
-                target = target.narrow(dimension, start, length)
-        if part.dtype == target.dtype == FLOAT4:
-            # Some versions of torch have this dtype, but no copy of it.
-            target, part = target.view(torch.uint8), part.view(torch.uint8)
-        self.touch()
-        target.copy_(part)
-
     def arrived(self) -> None:
         """Count one part; the last one commits."""
         with self.calls.lock:
             self.waiting -= 1
             if self.waiting == 0:
+                self.target()  # also of a box without elements
                 assert self._target is not None
                 self.calls.planner.commit_tensor(self.item, self._target)
                 self._target = None

@@ -10,7 +10,7 @@ from holdfast._plan.metadata_entries import dtypes_of
 from holdfast._plan.planner_values import own_values
 from holdfast._plan.read_columns import ReadBox, ReadColumns, read_columns_of
 from holdfast._storage.item_places import ItemPlaces, places_of
-from holdfast._storage.item_reader import Chunk
+from holdfast._storage.read_context import Chunk
 from holdfast._storage.small_items import SMALL
 from holdfast._storage.small_reads import SmallTensors
 from holdfast.errors import InvalidPlanError, MetadataFormatError

@@ -5,23 +5,26 @@ from collections.abc import Callable
 
 from holdfast._collector import paused_collector
 from holdfast._contents.absence import explain_absence
+from holdfast._contents.box_reader import box_jobs
+from holdfast._contents.box_target import StoredBox
+from holdfast._contents.item_bytes import ItemBytes
 from holdfast._format.metadata_file import LARGEST_METADATA
 from holdfast._format.names import METADATA, metadata_name, metadata_rank
+from holdfast._geometry import Box
 from holdfast._human_units import some_of
 from holdfast._io import pool
 from holdfast._io.pool import Budget, Cancellation
 from holdfast._io.progress import ProgressTracker
 from holdfast._io.store import FileSource
-from holdfast._storage.destinations import PlannerCalls
-from holdfast._storage.item_reader import Chunk, ItemReader, ReadContext
+from holdfast._storage.destinations import Destination, PlannerCalls
 from holdfast._storage.joined_ranges import join_neighbours
 from holdfast._storage.metadata_reading import load_metadata
 from holdfast._storage.object_reads import object_jobs
 from holdfast._storage.open_files import SharedFile, sizes_of_files
 from holdfast._storage.own_parts import join_parts
+from holdfast._storage.read_context import Chunk, ReadContext
 from holdfast._storage.read_requests import FileRequest, chunk_of, sort_by_file
 from holdfast._storage.small_reads import SmallTensors, is_small, small_tensor_jobs
-from holdfast._storage.tensor_reader import tensor_jobs
 from holdfast.errors import (
     CheckpointNotFoundError,
     IncompleteCheckpointError,
@@ -114,8 +117,8 @@ def read_items(
         IntegrityError: A file is damaged.
     """
     cancellation = Cancellation()
-    calls = PlannerCalls(planner)
-    context = ReadContext(registry, cancellation, verify, calls=calls, budget=Budget(budget, cancellation))
+    calls, scratch = PlannerCalls(planner), Budget(budget, cancellation)
+    context = ReadContext(store, registry, cancellation, scratch, verify, calls=calls)
     files: list[SharedFile] = []
     try:
         with paused_collector():
@@ -192,11 +195,14 @@ def _tensor_jobs(
         if is_small(chunk, item):
             small.append((chunk, item))
         else:
-            jobs += tensor_jobs(ItemReader(context, file, info), chunk, item)
+            box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+            target = Destination(context.calls, item, chunk.dtype)
+            stored = StoredBox(info, chunk.shape, str(chunk.dtype)[6:], box, target)
+            jobs += box_jobs(ItemBytes(context, file, info), stored)
     groups = [request.small] if request.small else []
     groups.append(SmallTensors.of_lines(context, small))
     small_jobs = (job for group in groups for job in small_tensor_jobs(context, file, group))
-    return [*small_jobs, *join_neighbours(jobs, file.store.traits)]
+    return [*small_jobs, *join_neighbours(jobs, file)]
 
 
 def _say_what_changed(error: BaseException, touched: list[str], may_change: Callable[[str], bool]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from holdfast._contents.whole_rows import is_read_whole, whole_rows
 from holdfast._io import pool
 from holdfast._io.store import FileSource
 from holdfast._plan.planner_values import own_values
@@ -17,8 +18,6 @@ from holdfast._storage.common_lines import Group, Offer, find_groups
 from holdfast._storage.item_places import ItemPlaces, places_of
 from holdfast._storage.open_files import sizes_of_files
 from holdfast._storage.read_requests import columns_in
-from holdfast._storage.whole_rows import is_read_whole, whole_rows
-from holdfast._tensors.chunks import is_tensor, local_parts
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner
 
@@ -100,14 +99,8 @@ class _Names:
         digests: dict[Any, int] = {}
         for number, row in enumerate(columns.rows):
             self._parts[number] = part = self._part(number)
-            form = None
-            if self.places.payload_nbytes[row] < 0:
-                # How torch's items are read depends on the memory that they go to.
-                if self.values is None:
-                    continue
-                form = _form_of(self.values[columns.keys[number]])
             # Tensors that are divided alike have equal parts: one digest serves thousands of them.
-            what = style, part, form
+            what = style, part
             if (digest := digests.get(what)) is None:
                 found = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
                 digest = digests[what] = int.from_bytes(found, "little")
@@ -172,13 +165,6 @@ class _Names:
             return stored
         lengths = self._parts[number][len(box.lengths) : 2 * len(box.lengths)]
         return int(min(stored, 8 * math.prod(lengths)))
-
-
-def _form_of(value: Any) -> Any:
-    """What decides how a value is filled."""
-    if not is_tensor(value):
-        return None
-    return tuple((part.dtype, part.shape, part.stride(), part.device) for part in local_parts(value))
 
 
 def _read_all(

@@ -14,8 +14,8 @@ from holdfast._io.store import StoreTraits
 from holdfast._plan.read_columns import ReadBox
 from holdfast._storage.destinations import Destination
 from holdfast._storage.item_places import ItemPlaces
-from holdfast._storage.item_reader import Chunk, ReadContext
 from holdfast._storage.open_files import SharedFile
+from holdfast._storage.read_context import Chunk, ReadContext
 from holdfast._storage.small_items import SMALL
 from holdfast._tensors.chunks import find_box
 from holdfast._tensors.layout_table import LayoutTable

@@ -1,7 +1,7 @@
 """The bytes of tensors in the memory of the host, copied only where they do not lie there already."""
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -15,6 +15,16 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
         return memoryview(bytearray())
     # Not by numpy, which does not know every dtype.
     return memory_at(tensor.data_ptr(), nbytes, tensor)
+
+
+def elements_of(
+    content: memoryview, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], first: int = 0
+) -> torch.Tensor:
+    """Bytes as a tensor: elements from number ``first`` on that are ``strides`` apart."""
+    # torch warns of memory that cannot be written.
+    raw = torch.frombuffer(bytearray(content) if content.readonly else content, dtype=torch.uint8)
+    whole = raw[: len(content) // dtype.itemsize * dtype.itemsize].view(dtype)
+    return whole.as_strided(shape, strides, first)
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:

@@ -1,14 +1,13 @@
 """Owns the memory of what is read: arrays of numpy, or tensors of torch. Each is imported when it is used."""
 
-import io
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
-from holdfast._contents.box_reader import Arrays
+from holdfast._contents.box_target import BoxTarget
 from holdfast._contents.inventory import Ints
 from holdfast._format.dtypes import DTYPES
 from holdfast._geometry import Box
 from holdfast._io.streams import byte_view
-from holdfast.errors import IntegrityError, UsageError
+from holdfast.errors import UsageError
 
 Framework: TypeAlias = Literal["torch", "numpy"]
 
@@ -16,6 +15,16 @@ _NUMPY = {
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
 }
+
+
+class Arrays(Protocol):
+    """How tensors are held in memory: as arrays of numpy, or as tensors of torch."""
+
+    def empty(self, shape: Ints, dtype: str) -> Any:
+        """Memory for a tensor, row-major, with anything in it."""
+
+    def target(self, key: str, array: Any, box: Box) -> BoxTarget:
+        """A box of what ``empty`` made, to be filled."""
 
 
 def arrays_of(framework: Framework) -> Arrays:
@@ -29,8 +38,10 @@ def arrays_of(framework: Framework) -> Arrays:
     return TorchArrays() if framework == "torch" else NumpyArrays()
 
 
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(begin, begin + length) for begin, length in zip(*box, strict=True))
+def _view_of(array: Any, box: Box) -> Any:
+    """A box of an array, which is an array also if it has no dimensions."""
+    index: Any = (..., *(slice(begin, begin + length) for begin, length in zip(*box, strict=True)))
+    return array[index]
 
 
 class NumpyArrays:
@@ -45,19 +56,9 @@ class NumpyArrays:
         """An array; see ``Arrays``."""
         return self._np.empty(shape, self._dtype(dtype))
 
-    def memory_of(self, array: Any) -> memoryview:
-        """Its bytes; see ``Arrays``."""
-        return byte_view(array.reshape(-1).view(self._np.uint8))
-
-    def put(self, array: Any, box: Box, content: memoryview, strides: Ints, first: int) -> None:
-        """Copy; see ``Arrays``."""
-        size = array.dtype.itemsize
-        steps = tuple(stride * size for stride in strides)
-        array[_slices(box)] = self._np.ndarray(box.lengths, array.dtype, content, first * size, steps)
-
-    def put_loaded(self, array: Any, box: Box, content: bytes, at: Ints) -> None:  # noqa: ARG002
-        """Refused; see ``Arrays``."""
-        raise UsageError("only torch can read how this tensor is stored: use its torch(), not numpy()")
+    def target(self, key: str, array: Any, box: Box) -> BoxTarget:
+        """A box of it; see ``Arrays``."""
+        return _NumpyBox(key, _view_of(array, box))
 
     def _dtype(self, name: str) -> Any:
         if name in _NUMPY:
@@ -76,6 +77,31 @@ class NumpyArrays:
         return self._np.dtype(found)
 
 
+class _NumpyBox(BoxTarget):
+    """A box of an array of numpy."""
+
+    def __init__(self, key: str, array: Any) -> None:
+        self.key = key
+        self.lengths = array.shape
+        self._array = array
+
+    def memory(self) -> memoryview | None:
+        if not self._array.flags.c_contiguous:
+            return None
+        return byte_view(self._array.reshape(-1).view("uint8"))
+
+    def put(self, offsets: Ints, lengths: Ints, content: memoryview, strides: Ints, first: int) -> None:
+        import numpy as np  # noqa: PLC0415
+
+        dtype = self._array.dtype
+        steps = tuple(stride * dtype.itemsize for stride in strides)
+        values: Any = np.ndarray(lengths, dtype, content, first * dtype.itemsize, steps)
+        _view_of(self._array, Box(offsets, lengths))[...] = values
+
+    def put_loaded(self, content: bytes, shape: Ints, at: Ints) -> None:  # noqa: ARG002
+        raise UsageError("only torch can read how this tensor is stored: use its torch(), not numpy()")
+
+
 class TorchArrays:
     """Tensors of torch, in the memory of the host."""
 
@@ -85,35 +111,8 @@ class TorchArrays:
 
         return torch.empty(shape, dtype=getattr(torch, dtype))
 
-    def memory_of(self, array: Any) -> memoryview:
-        """Its bytes; see ``Arrays``."""
-        from holdfast._tensors.host import memory_of  # noqa: PLC0415
+    def target(self, key: str, array: Any, box: Box) -> BoxTarget:
+        """A box of it; see ``Arrays``."""
+        from holdfast._storage.destinations import TensorTarget  # noqa: PLC0415
 
-        return memory_of(array)
-
-    def put(self, array: Any, box: Box, content: memoryview, strides: Ints, first: int) -> None:
-        """Copy; see ``Arrays``."""
-        import torch  # noqa: PLC0415
-
-        # torch warns of memory that cannot be written.
-        raw = torch.frombuffer(bytearray(content) if content.readonly else content, dtype=torch.uint8)
-        size = array.dtype.itemsize
-        values = raw[: len(content) // size * size].view(array.dtype)
-        array[_slices(box)].copy_(values.as_strided(box.lengths, strides, first))
-
-    def put_loaded(self, array: Any, box: Box, content: bytes, at: Ints) -> None:
-        """Let torch read a container under its weights-only rules; see ``Arrays``."""
-        import torch  # noqa: PLC0415
-
-        from holdfast._objects.torch_archive import refuse_compressed  # noqa: PLC0415
-
-        stream = io.BytesIO(content)
-        refuse_compressed(stream)
-        try:
-            tensor = torch.load(stream, map_location="cpu", weights_only=True)
-            wanted = tensor.detach()[_slices(Box(at, box.lengths))]
-        except Exception as error:
-            raise IntegrityError(f"it cannot be read: {error}") from error
-        if wanted.dtype != array.dtype or tuple(wanted.shape) != box.lengths:
-            raise IntegrityError(f"it holds a {tensor.dtype} tensor of shape {list(tensor.shape)}")
-        array[_slices(box)].copy_(wanted)
+        return TensorTarget(key, _view_of(array, box), array.dtype)

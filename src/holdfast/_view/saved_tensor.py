@@ -1,17 +1,18 @@
 """A tensor of a checkpoint that is read when it is indexed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from operator import add
 from typing import Any
 
-from holdfast._contents.box_reader import Arrays, ChunkPart, find_parts
-from holdfast._contents.inventory import TensorEntry
-from holdfast._contents.value_reader import ValueReader
+from holdfast._contents.box_target import StoredBox
+from holdfast._contents.inventory import Ints, TensorEntry
+from holdfast._contents.value_reader import TensorPart, ValueReader
 from holdfast._format.dtypes import DTYPES
-from holdfast._geometry import Box, volume
+from holdfast._geometry import Box, cover_of, intersect, volume
 from holdfast._human_units import shape_text, size_text
-from holdfast._view.array_kinds import Framework, NumpyArrays, TorchArrays, arrays_of
+from holdfast._view.array_kinds import Arrays, Framework, NumpyArrays, TorchArrays, arrays_of
 from holdfast._view.indexing import IndexedBox, select
-from holdfast.errors import MetadataFormatError
+from holdfast.errors import IncompleteCheckpointError, MetadataFormatError
 
 # Rows that are further apart than this are read one by one: what lies between them is not needed.
 _FAR_APART = 2 << 20
@@ -115,7 +116,7 @@ class SavedTensor:
         return _finished(array, wanted)
 
 
-def plan_read(entry: TensorEntry, wanted: IndexedBox, arrays: Arrays) -> tuple[Any, list[ChunkPart]]:
+def plan_read(entry: TensorEntry, wanted: IndexedBox, arrays: Arrays) -> tuple[Any, list[TensorPart]]:
     """Memory for what is selected of a tensor, and the parts to be read into it.
 
     Raises:
@@ -134,14 +135,60 @@ def plan_read(entry: TensorEntry, wanted: IndexedBox, arrays: Arrays) -> tuple[A
     row_nbytes = volume(entry.shape[1:]) * DTYPES[entry.dtype].itemsize
     if is_by_rows and (wanted.steps[0] - 1) * row_nbytes >= _FAR_APART:
         array = arrays.empty(wanted.shape, entry.dtype)
-        parts: list[ChunkPart] = []
+        parts: list[TensorPart] = []
         for number in range(wanted.shape[0]):
             row = Box((box.offsets[0] + number * wanted.steps[0], *box.offsets[1:]), (1, *box.lengths[1:]))
             at = (number, *origin[1:])
-            parts += find_parts(entry, row, arrays, array, at=at, shape=wanted.shape)
+            parts += _find_parts(entry, row, arrays, array, at=at)
         return array, parts
     array = arrays.empty(box.lengths, entry.dtype)
-    return array, find_parts(entry, box, arrays, array, at=origin, shape=box.lengths)
+    return array, _find_parts(entry, box, arrays, array, at=origin)
+
+
+def _find_parts(entry: TensorEntry, box: Box, arrays: Arrays, array: Any, *, at: Ints) -> list[TensorPart]:
+    """The parts of stored chunks that make up a box of a tensor.
+
+    Args:
+        entry: The tensor.
+        box: What is wanted of it.
+        arrays: Knows the array.
+        array: What is filled.
+        at: Where the box begins in the array.
+
+    Raises:
+        IncompleteCheckpointError: No file has all of it.
+    """
+    parts: list[TensorPart] = []
+    covered: list[Box] = []
+    for chunk in entry.chunks:
+        found = intersect(Box(chunk.offsets, chunk.lengths), box)
+        if found is None:
+            continue
+        if chunk.item is None:
+            raise _incomplete(entry.key, f"its chunk at {list(chunk.offsets)} is stored nowhere")
+        inside = Box(_minus(found.offsets, chunk.offsets), found.lengths)
+        part = Box(_minus(found.offsets, box.offsets), found.lengths)
+        covered.append(part)
+        where = Box(tuple(map(add, at, part.offsets)), part.lengths)
+        target = arrays.target(entry.key, array, where)
+        parts.append(TensorPart(StoredBox(chunk.item, chunk.lengths, entry.dtype, inside, target)))
+    wanted = volume(box.lengths)
+    if wanted and not (len(parts) == 1 and volume(covered[0].lengths) == wanted):
+        hole = cover_of(box.lengths, covered)
+        if hole is not None:
+            offsets = [a + b for a, b in zip(hole.offsets, box.offsets, strict=True)]
+            raise _incomplete(entry.key, f"no chunk has {list(hole.lengths)} elements from {offsets} on")
+    return parts
+
+
+def _minus(one: Sequence[int], other: Sequence[int]) -> Ints:
+    return tuple(a - b for a, b in zip(one, other, strict=True))
+
+
+def _incomplete(key: str, problem: str) -> IncompleteCheckpointError:
+    return IncompleteCheckpointError(
+        f"{key}: {problem}: the save was not complete. Load another checkpoint.", key=key
+    )
 
 
 def _finished(array: Any, wanted: IndexedBox) -> Any:

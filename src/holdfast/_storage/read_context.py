@@ -5,11 +5,9 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast._contents.item_bytes import ItemBytes, ItemRules
+from holdfast._contents.item_bytes import ItemRules
 from holdfast._format.item_table import StorageInfo
-from holdfast._io.pool import Budget
 from holdfast._storage.destinations import PlannerCalls
-from holdfast._storage.open_files import SharedFile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,11 +16,9 @@ class ReadContext(ItemRules):
 
     Attributes:
         calls: How the planner is called.
-        budget: Bounds the scratch memory of all jobs together.
     """
 
     calls: PlannerCalls
-    budget: Budget
 
 
 class Chunk(NamedTuple):
@@ -36,11 +32,3 @@ class Chunk(NamedTuple):
     def nbytes(self) -> int:
         """The bytes of its elements."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class ItemReader(ItemBytes):
-    """Reads one item of a file for a load."""
-
-    context: ReadContext
-    file: SharedFile

@@ -2,12 +2,11 @@
 
 from typing import NamedTuple
 
-import torch
-
+from holdfast._byte_ranges import ByteRange
+from holdfast._contents.box_target import StoredBox
+from holdfast._contents.item_bytes import ItemBytes
 from holdfast._geometry import row_major_strides
 from holdfast._io.local_buffers import BUFFER_NBYTES, borrow, give_back
-from holdfast._storage.destinations import Destination
-from holdfast._storage.item_reader import Chunk, ItemReader
 
 _STRIP = 4 << 20
 """Bytes read, checked and scattered at once: they stay in the processor's cache meanwhile. In new memory of
@@ -43,15 +42,16 @@ class StoredRows(NamedTuple):
         return min(self.total, max(0, (end - self.start - self.nbytes) // self.stride + 1))
 
 
-def rows_of(chunk: Chunk, lengths: tuple[int, ...], start: int, nbytes: int) -> StoredRows | None:
-    """A piece of ``lengths`` that takes ``nbytes`` from ``start`` on, as rows; None if they do not fit."""
+def rows_of(stored: StoredBox, piece: ByteRange) -> StoredRows | None:
+    """A piece as rows; None if they do not fit."""
+    lengths, start, nbytes = piece.lengths, piece.start, piece.nbytes
     dimension = next((d for d, length in enumerate(lengths) if length > 1), None)
     if dimension is None:
         return None
-    count, stride = lengths[dimension], row_major_strides(chunk.shape)[dimension] * chunk.dtype.itemsize
-    block = chunk.info.block_size if chunk.info.is_checked else 0
+    count, stride = lengths[dimension], row_major_strides(stored.shape)[dimension] * stored.itemsize
+    block = stored.info.block_size if stored.info.is_checked else 0
     # A strip is at least a block, and what is left of the row before comes on top.
-    if nbytes <= _SMALL or block % chunk.dtype.itemsize or max(_STRIP, block) + stride > BUFFER_NBYTES:
+    if nbytes <= _SMALL or block % stored.itemsize or max(_STRIP, block) + stride > BUFFER_NBYTES:
         return None
     return StoredRows(dimension, count, start, stride, nbytes - (count - 1) * stride)
 
@@ -60,32 +60,28 @@ class StripRead(NamedTuple):
     """One piece of a box, to be read in strips.
 
     Attributes:
-        reader: Reads the payload.
-        chunk: What is stored.
-        destination: Where the box goes.
-        offsets: Where in the box the piece begins.
-        lengths: How long it is in each dimension.
+        item: Reads the payload.
+        stored: The box, and where it goes.
+        piece: The piece.
         rows: It, as rows.
     """
 
-    reader: ItemReader
-    chunk: Chunk
-    destination: Destination
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
+    item: ItemBytes
+    stored: StoredBox
+    piece: ByteRange
     rows: StoredRows
 
     def deliver(self) -> None:
         """Read each block once, check it, and put the rows where they belong."""
-        with self.reader.context.budget.hold(BUFFER_NBYTES):
+        with self.item.context.budget.hold(BUFFER_NBYTES):
             buffer = borrow()
             try:
                 with memoryview(buffer) as memory:
-                    self._read_through(memory, torch.frombuffer(buffer, dtype=torch.uint8))
+                    self._read_through(memory)
             finally:
                 give_back(buffer)
 
-    def _read_through(self, memory: memoryview, content: torch.Tensor) -> None:
+    def _read_through(self, memory: memoryview) -> None:
         """``memory`` has the payload's bytes from ``low`` to ``high``; rows before ``done`` are delivered."""
         rows = self.rows
         unit, end = self._unit_and_end()
@@ -98,29 +94,27 @@ class StripRead(NamedTuple):
             else:
                 low = high = begin - begin % unit
             stop = min(end, max((high + _STRIP) // unit, high // unit + 1) * unit)
-            self.reader.read(high, memory[high - low : stop - low])
+            self.item.read(high, memory[high - low : stop - low])
             high = stop
             ready = rows.complete_before(high)
             if ready > done:
-                self._put(content[rows.begin(done) - low : high - low], done, ready)
+                self._put(memory[rows.begin(done) - low : high - low], done, ready)
                 done = ready
 
     def _unit_and_end(self) -> tuple[int, int]:
         """What reads are multiples of, so that no block is read twice to be checked; and where they end."""
-        info, last = self.chunk.info, self.rows.begin(self.rows.total - 1) + self.rows.nbytes
-        if not self.reader.is_verified:
+        info, last = self.stored.info, self.rows.begin(self.rows.total - 1) + self.rows.nbytes
+        if not self.item.is_verified:
             return 1, last
         rounded = min(info.payload_nbytes, -(-last // info.block_size) * info.block_size)
         # A box that reaches beyond the payload is refused by the read that does so, too.
         return info.block_size, max(last, rounded)
 
-    def _put(self, content: torch.Tensor, first: int, stop: int) -> None:
+    def _put(self, content: memoryview, first: int, stop: int) -> None:
         """Put some rows, of which the first one begins with ``content``, where they belong."""
-        dimension, itemsize = self.rows.dimension, self.chunk.dtype.itemsize
-        elements = content[: len(content) // itemsize * itemsize].view(self.chunk.dtype)
-        lengths, offsets = list(self.lengths), list(self.offsets)
+        dimension = self.rows.dimension
+        lengths, offsets = list(self.piece.lengths), list(self.piece.offsets)
         lengths[dimension] = stop - first
         offsets[dimension] += first
-        self.destination.put(
-            tuple(offsets), elements.as_strided(lengths, row_major_strides(self.chunk.shape))
-        )
+        strides = row_major_strides(self.stored.shape)
+        self.stored.target.put(tuple(offsets), tuple(lengths), content, strides, 0)

@@ -1,0 +1,115 @@
+"""Owns the interface of what a box of a stored chunk is read into, whatever memory that is."""
+
+from typing import Any, NamedTuple
+
+from holdfast._contents.inventory import Ints
+from holdfast._format.dtypes import DTYPES
+from holdfast._format.item_table import StorageInfo
+from holdfast._geometry import Box, reach_of, row_major_strides, volume
+
+
+class BoxTarget:
+    """Where the elements of a box go, in parts that several threads may put there.
+
+    Attributes:
+        key: The tensor's flat name.
+        lengths: How long the box is in each dimension.
+        waiting: How many parts are still to arrive.
+    """
+
+    key: str
+    lengths: Ints
+    waiting: int = 1
+
+    def memory(self) -> memoryview | None:
+        """The memory of the box, if it is row-major, and what is stored can be written there as it is.
+
+        Whoever writes there calls ``touch`` before.
+        """
+        raise NotImplementedError
+
+    def put(self, offsets: Ints, lengths: Ints, content: memoryview, strides: Ints, first: int) -> None:
+        """Fill a part of the box with elements from bytes: from element ``first`` on, ``strides`` apart."""
+        raise NotImplementedError
+
+    def put_loaded(self, content: bytes, shape: Ints, at: Ints) -> None:
+        """Fill the box with that of the tensor of this shape in a container of torch's, from ``at`` on.
+
+        Raises:
+            IntegrityError: There is no such tensor in it.
+            UsageError: Only torch can read it, and this is no memory of torch's.
+        """
+        raise NotImplementedError
+
+    def touch(self) -> None:
+        """Note that the box is about to be changed."""
+
+    def arrived(self) -> None:
+        """Count one part, all of which is there."""
+
+    def memory_for(self, offsets: Ints, lengths: Ints, itemsize: int) -> memoryview | None:
+        """The memory of a part of the box, if it is one run; see ``memory``."""
+        strides = row_major_strides(self.lengths)
+        if reach_of(lengths, strides) != volume(lengths):
+            return None
+        memory = self.memory()
+        if memory is None:
+            return None
+        start = sum(o * s for o, s in zip(offsets, strides, strict=True)) * itemsize
+        return memory[start : start + volume(lengths) * itemsize]
+
+
+class StoredBox(NamedTuple):
+    """A box of one stored chunk, and where it goes.
+
+    Attributes:
+        info: Where the chunk lies.
+        shape: The shape of the chunk.
+        dtype: The name of its dtype.
+        box: The box, in the chunk.
+        target: Where it goes.
+    """
+
+    info: StorageInfo
+    shape: Ints
+    dtype: str
+    box: Box
+    target: BoxTarget
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole chunk."""
+        return volume(self.shape) * self.itemsize
+
+
+class ReorderedTarget(BoxTarget):
+    """A box that is seen with its dimensions in another order.
+
+    Args:
+        inner: The box.
+        order: The dimensions of ``inner`` as they are seen.
+    """
+
+    def __init__(self, inner: BoxTarget, order: list[int]) -> None:
+        self.key = inner.key
+        self.lengths = tuple(inner.lengths[d] for d in order)
+        self._inner = inner
+        self._back = [order.index(d) for d in range(len(order))]
+
+    def memory(self) -> None:
+        """None: in this order it is not row-major."""
+
+    def put(self, offsets: Ints, lengths: Ints, content: memoryview, strides: Ints, first: int) -> None:
+        """Fill a part; see ``BoxTarget``."""
+        there: Any = (tuple(sizes[d] for d in self._back) for sizes in (offsets, lengths, strides))
+        offsets, lengths, strides = there
+        self._inner.put(offsets, lengths, content, strides, first)
+
+    def touch(self) -> None:
+        """Note that the box is about to be changed."""
+        self._inner.touch()
