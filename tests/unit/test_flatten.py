@@ -2,6 +2,7 @@
 
 import collections
 import enum
+import os
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -202,6 +203,7 @@ def unsavable() -> Iterator[tuple[str, Any]]:
     yield "generator", (number for number in range(3))
     yield "meta tensor", torch.empty(3, device="meta")
     yield "tensor subclass", torch.ones(2).as_subclass(Wrapped)
+    yield "tensor of a dtype that torch cannot load", torch.empty(3, dtype=getattr(torch, "uint4"))  # noqa: B009 - unknown to mypy
     yield "module object", types
     yield "lambda in a tuple", (1, lambda: None)
     yield "lambda in a list", [1, lambda: None]
@@ -238,9 +240,10 @@ class Colour(enum.Enum):
 
 @pytest.mark.parametrize("key", [Colour.RED, frozenset({1}), 1j], ids=repr)
 def test_a_key_whose_type_cannot_be_kept_is_refused(tmp_path: Path, key: Any) -> None:
-    with pytest.raises(PlanError, match="cannot be kept exactly"):
+    with pytest.raises(PlanError, match="cannot be kept exactly") as caught:
         save({"a": {key: 1}}, tmp_path)
-    assert not (tmp_path / ".metadata").exists()
+    assert caught.value.key == f"a.{key}"
+    assert os.listdir(tmp_path) == []  # refused before anything is written
 
 
 def test_a_state_that_contains_itself_is_refused(tmp_path: Path) -> None:

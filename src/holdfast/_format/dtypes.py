@@ -61,6 +61,17 @@ DTYPES: dict[str, Dtype] = {
     **{f"uint{width}": Dtype(1) for width in range(1, 8)},
 }
 
+
+def why_not_stored(dtype: str) -> str | None:
+    """Why a tensor of this dtype cannot be stored, and what to do; None if it can."""
+    if dtype in DTYPES and DTYPES[dtype].storage is not None:
+        return None
+    return (
+        f"tensors of dtype {dtype} cannot be stored: torch.load has no storage for them. Save a tensor of "
+        "another dtype that holds the same bytes, such as uint8."
+    )
+
+
 TYPED_STORAGES = {
     name: dtype.storage for name, dtype in DTYPES.items() if dtype.storage not in (None, UNTYPED_STORAGE)
 }

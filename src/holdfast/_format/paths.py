@@ -21,15 +21,19 @@ def encode_paths(keys: list[str], paths: dict[str, Any]) -> list[Any]:
 
 
 def _encode_step(step: Any) -> Any:
-    return _encode_key(step.value) if isinstance(step, TypedKey) else step
+    return encode_key(step.value) if isinstance(step, TypedKey) else step
 
 
-def _encode_key(key: Any) -> list[Any]:
-    """A key that is not a string, as a list of the name of its type and what it is made from."""
+def encode_key(key: Any) -> list[Any]:
+    """A key that is not a string, as a list of the name of its type and what it is made from.
+
+    Raises:
+        PlanError: It cannot be kept exactly.
+    """
     if key is None:
         return ["none"]
     if isinstance(key, tuple):
-        return ["tuple", [["str", part] if type(part) is str else _encode_key(part) for part in key]]
+        return ["tuple", [["str", part] if type(part) is str else encode_key(part) for part in key]]
     if type(key) is int:
         # MessagePack has 64 bits.
         return ["int", str(key)]

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable
 from functools import lru_cache
 
-from holdfast._format.dtypes import DTYPES, UNTYPED_STORAGE
+from holdfast._format.dtypes import DTYPES, UNTYPED_STORAGE, why_not_stored
 from holdfast._format.pickle_opcodes import encode_int, encode_ints
 from holdfast._format.torch_item_zip import CENTRAL, END, FLAG_DESCRIPTOR, LOCAL, UNSET
 from holdfast._geometry import row_major_strides, volume
@@ -172,13 +172,9 @@ def bytes_item(
 @lru_cache(maxsize=64)
 def _around_numbers(dtype: str) -> tuple[bytes, bytes]:
     """The parts of a tensor's pickle before and after its numbers, which depend on the dtype alone."""
-    storage = DTYPES[dtype].storage if dtype in DTYPES else None
-    if storage is None:
-        raise UsageError(
-            f"Tensors of dtype {dtype} cannot be stored: torch.load has no storage for them. "
-            "Save a tensor of another dtype that holds the same bytes, such as uint8.",
-            found=dtype,
-        )
+    if why := why_not_stored(dtype):
+        raise UsageError(why, found=dtype)
+    storage = DTYPES[dtype].storage
     is_untyped = storage == UNTYPED_STORAGE
     rebuild, module = ("3", "torch.storage") if is_untyped else ("2", "torch")
     before = (

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from holdfast._contents.nested_state import Container, Path, build_nested, true_key
+from holdfast._format.paths import encode_key
 from holdfast._format.typed_key import TypedKey
 from holdfast._plan.interning import pack, unpack
 from holdfast._tensors.tensor_parts import TensorParts, why_other
@@ -175,6 +176,7 @@ def flatten(
     is_tensor: Callable[[Any], bool],
     *,
     open_every_dict: bool = True,
+    is_saved: bool = False,
 ) -> tuple[dict[str, Any], Structure, dict[str, Slot]]:
     """Turn a nested state into its leaves by flat key.
 
@@ -186,22 +188,25 @@ def flatten(
         is_tensor: Whether a value is a tensor.
         open_every_dict: False for the rule of torch before 2.4: a dict that holds no tensor at any depth
             is a leaf.
+        is_saved: Whether every key must be of a type that a checkpoint can keep.
 
     Returns:
         The leaves, the structure, and for each leaf the slot that it stands in.
 
     Raises:
         UsageError: Two leaves have the same flat key, or the state contains itself.
+        PlanError: A key cannot be kept.
     """
-    walk = _Flattening(is_tensor, open_every_dict=open_every_dict)
+    walk = _Flattening(is_tensor, open_every_dict=open_every_dict, is_saved=is_saved)
     with refusing_endless():
         walk.visit_dict((), state)
     return walk.leaves, walk.structure, walk.slots
 
 
 class _Flattening:
-    def __init__(self, is_tensor: Callable[[Any], bool], *, open_every_dict: bool) -> None:
+    def __init__(self, is_tensor: Callable[[Any], bool], *, open_every_dict: bool, is_saved: bool) -> None:
         self.is_tensor = is_tensor
+        self.is_saved = is_saved
         self.open_every_dict = open_every_dict
         self.leaves: dict[str, Any] = {}
         self.structure = Structure()
@@ -244,8 +249,19 @@ class _Flattening:
         if len({str(key) for key in value}) < len(value):
             self.refuse_alike(path, value)
         for key, entry in value.items():
-            step = key if type(key) is str else TypedKey(key)
+            step = key if type(key) is str else self.typed_key(path, key)
             self.visit((*path, step), entry, (value, key))
+
+    def typed_key(self, path: Path, key: Any) -> TypedKey:
+        """The step for a key that is not a string."""
+        step = TypedKey(key)
+        if self.is_saved:
+            try:
+                encode_key(key)
+            except PlanError as error:
+                flat = flat_key((*path, step))
+                raise PlanError(f"{flat}: {error}", key=flat) from None
+        return step
 
     def refuse_alike(self, path: Path, value: Mapping[Any, Any]) -> None:
         """Raise for two keys of a dict that are the same as text, such as 1 and '1'."""

@@ -8,6 +8,7 @@ import torch
 from holdfast._format.description import OBJECT, Directory
 from holdfast._plan.metadata_entries import directory_of
 from holdfast._plan.read_columns import keys_of, stored_keys_of
+from holdfast._plan.tied_tensors import also_filled
 from holdfast._tensors.chunks import global_shape, is_tensor, local_parts
 from holdfast.load_result import LoadResult
 from holdfast.metadata import Metadata
@@ -67,7 +68,10 @@ def _divide(
     if not unread:
         return list(state), []
     directory = directory_of(metadata)
-    left_alone = [key for key in unread if not _needs_no_read(key, state[key], directory)]
+    filled = also_filled(state, planned, directory.numbers)
+    left_alone = [
+        key for key in unread if key not in filled and not _needs_no_read(key, state[key], directory)
+    ]
     left = set(left_alone)
     return [key for key in state if key not in left], left_alone
 

@@ -6,10 +6,12 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from holdfast._format.dtypes import why_not_stored
 from holdfast._plan.write_columns import BYTE_IO, SHARD, TENSOR, Form, Numbering, WriteColumns
 from holdfast._tensors.checkpointable import describes_itself, items_to_write
 from holdfast._tensors.chunks import (
     PLAIN_TYPES,
+    dtype_of,
     global_shape,
     is_plain_part,
     is_sharded,
@@ -58,7 +60,7 @@ def plan_local_save(state: dict[str, Any]) -> WriteColumns:
         numbers = known_numbers.get(what)
         if numbers is None:
             (chunk,) = local_chunks(value)
-            form = Form(_properties_of(value), chunk.sizes, chunk.sizes)
+            form = Form(_properties_of(key, value), chunk.sizes, chunk.sizes)
             numbers = known_numbers[what] = numbering.of(form, chunk.offsets)
         keys(key)
         kinds(TENSOR)
@@ -90,7 +92,7 @@ class _DTensorItems:
         what = (layout, dtype, value.requires_grad)
         numbers = self._numbers.get(what)
         if numbers is None:
-            properties, size = _properties_of(value), value.size()
+            properties, size = _properties_of(key, value), value.size()
             numbers = self._numbers[what] = [
                 self._numbering.of(Form(properties, size, chunk.sizes), chunk.offsets)
                 for chunk in layout.chunks
@@ -112,7 +114,7 @@ def _add(columns: WriteColumns, numbering: Numbering, key: str, value: Any) -> N
         return
     refuse_unsavable(key, value)
     kind, hint = (SHARD, -1) if is_sharded(value) else (TENSOR, 0)
-    properties, size = _properties_of(value), global_shape(value)
+    properties, size = _properties_of(key, value), global_shape(value)
     for chunk in local_chunks(value):
         form, offset = numbering.of(Form(properties, size, chunk.sizes), chunk.offsets)
         columns.add(key, kind, form, offset, hint)
@@ -130,7 +132,9 @@ def _add_as_it_says(columns: WriteColumns, numbering: Numbering, key: str, value
         columns.add(key, SHARD, form, offset, -1)
 
 
-def _properties_of(value: Any) -> tuple[torch.dtype, torch.layout, bool, str, bool]:
+def _properties_of(key: str, value: Any) -> tuple[torch.dtype, torch.layout, bool, str, bool]:
+    if why := why_not_stored(str(dtype_of(value)).removeprefix("torch.")):
+        raise PlanError(f"{key}: {why}", key=key)
     if not isinstance(value, ShardedTensor):
         # Whether memory is pinned is deprecated knowledge, and asking costs a call into the runtime.
         return value.dtype, value.layout, value.requires_grad, "contiguous_format", False

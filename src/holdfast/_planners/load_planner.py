@@ -19,6 +19,8 @@ from holdfast._plan.flatten import Slot, Structure, flatten
 from holdfast._plan.metadata_entries import directory_of
 from holdfast._plan.planner_values import HasOwnValues
 from holdfast._plan.read_columns import keys_of
+from holdfast._plan.tied_tensors import also_filled
+from holdfast._storage.tied_reads import read_tied_once
 from holdfast._tensors.chunks import find_chunk, is_any_tensor, is_without_memory, local_parts
 from holdfast._tensors.dtensors import narrowed
 from holdfast._tensors.layout_table import LayoutTable
@@ -104,7 +106,7 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
         if self.metadata is None:
             raise UsageError("the planner was set up without the checkpoint's metadata")
         self._follow_old_keys()
-        return plan_load(
+        plan = plan_load(
             self.state_dict,
             self.metadata,
             allow_missing=self.allow_partial_load,
@@ -113,6 +115,7 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
             ignore_mismatched_sizes=self.ignore_mismatched_sizes,
             paths=self.mappings,
         )
+        return read_tied_once(plan, self.state_dict, self.metadata)
 
     def _follow_old_keys(self) -> None:
         """Use the flat keys of torch before 2.4 if the checkpoint has some that only that rule makes."""
@@ -138,6 +141,7 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
         """Give memory to tensors on the meta device. Until this call the state is unchanged."""
         planned = set(keys_of(new_plan))
         stored = () if self.metadata is None else directory_of(self.metadata).numbers
+        planned |= also_filled(self.state_dict, planned, stored)
         memory = MetaMemory(self.device)
         for key, value in list(self.state_dict.items()):
             if not is_without_memory(value):

@@ -97,7 +97,7 @@ class DefaultSavePlanner(SavePlanner, HasOwnValues):
         self._layouts = LayoutTable()
         refuse_reserved(state_dict)
         if self.flatten_state_dict:
-            state_dict, self.mappings, _ = flatten(state_dict, is_any_tensor)
+            state_dict, self.mappings, _ = flatten(state_dict, is_any_tensor, is_saved=True)
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
 

@@ -51,6 +51,24 @@ class ItemPlaces(StoredItems):
                 return row + chunk if self.nbytes[row + chunk] >= 0 else None
         return None
 
+    def has_same_bytes(self, key: str, other: str) -> bool | None:
+        """Whether two tensors of one shape are equal, by their checksums; None if these do not tell."""
+        directory, properties = self.directory, self.manifest.properties
+        one, two = directory.numbers[key], directory.numbers[other]
+        rows = range(directory.row[one], directory.row[one + 1])
+        others = range(directory.row[two], directory.row[two + 1])
+        if (
+            properties[directory.properties[one]][0] != properties[directory.properties[two]][0]
+            or directory.boxes(one) != directory.boxes(two)
+            or not all(self.payload_nbytes[row] >= 0 and self.is_plain(row) for row in (*rows, *others))
+        ):
+            return None
+        pairs = [
+            (self._checksums_of(row), self._checksums_of(same))
+            for row, same in zip(rows, others, strict=True)
+        ]
+        return all(a == b for a, b in pairs) if all(a and b for a, b in pairs) else None
+
     def chunk_shape(self, key: str, row: int) -> list[int]:
         """The shape of the chunk of a key's tensor that a row stores."""
         directory = self.directory

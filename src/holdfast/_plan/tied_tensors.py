@@ -1,0 +1,36 @@
+"""Keys of a state under which one tensor stands: it can be filled once, with one value."""
+
+from collections import Counter
+from collections.abc import Collection, Hashable, Mapping
+from typing import Any
+
+import torch
+
+from holdfast._tensors.checkpointable import describes_itself
+from holdfast._tensors.chunks import is_tensor
+from holdfast._tensors.meta_memory import alias_of
+
+
+def tied_keys(state: Mapping[str, Any]) -> list[list[str]]:
+    """The keys of each tensor that a flat state has under several keys, in the order of the state.
+
+    Tensors that share a part of their memory only are not found.
+    """
+    plain = {
+        key: value.data_ptr()
+        for key, value in state.items()
+        if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
+    }
+    # Nearly no state has any, and an address takes a tenth of the time.
+    tied = {address for address, count in Counter(plain.values()).items() if count > 1}
+    by_alias: dict[Hashable, list[str]] = {}
+    for key, value in state.items():
+        if plain[key] in tied if key in plain else is_tensor(value) and not describes_itself(value):
+            by_alias.setdefault(alias_of(value), []).append(key)
+    return [keys for keys in by_alias.values() if len(keys) > 1]
+
+
+def also_filled(state: Mapping[str, Any], planned: Collection[str], stored: Collection[str]) -> set[str]:
+    """The stored keys that a plan fills without reading them: their tensor is read under a planned key."""
+    groups = [group for group in tied_keys(state) if any(key in planned for key in group)]
+    return {key for group in groups for key in group if key in stored}

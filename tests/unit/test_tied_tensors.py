@@ -1,0 +1,81 @@
+"""A tensor that the state has under two keys is filled once, or refused if the checkpoint has two values."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.stock_torch import stock_save
+
+import holdfast as hf
+from holdfast.errors import PlanError
+
+SIZES = pytest.mark.parametrize("size", [4, 3 << 20], ids=["small", "of many blocks"])
+
+
+class Ends(torch.nn.Module):
+    def __init__(self, *, tied: bool, size: int = 64) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(size, size, bias=False)
+        self.last = torch.nn.Linear(size, size, bias=False)
+        if tied:
+            self.last.weight = self.first.weight
+
+
+@SIZES
+def test_two_values_for_one_tensor_are_refused_and_nothing_is_changed(tmp_path: Path, size: int) -> None:
+    hf.save({"a": torch.ones(size), "b": torch.zeros(size)}, checkpoint_id=tmp_path)
+    shared = torch.full((size,), 5.0)
+    with pytest.raises(PlanError, match="b: the state has one tensor here and at a") as caught:
+        hf.load({"a": shared, "b": shared.view(size)}, checkpoint_id=tmp_path)
+    assert caught.value.key == "b"
+    assert (shared == 5).all()
+
+
+@SIZES
+def test_one_value_for_one_tensor_is_loaded_under_all_its_keys(tmp_path: Path, size: int) -> None:
+    hf.save({"a": torch.ones(size), "b": torch.ones(size), "c": 1}, checkpoint_id=tmp_path)
+    shared = torch.zeros(size)
+    result = hf.load({"a": shared, "b": shared, "c": 0}, checkpoint_id=tmp_path)
+    assert (shared == 1).all()
+    assert result.loaded == ("a", "b", "c")
+    assert result.left_alone == result.not_asked_for == ()
+
+
+@SIZES
+def test_of_two_values_that_others_saved_the_last_one_is_loaded_whole(tmp_path: Path, size: int) -> None:
+    stock_save({"a": torch.ones(size), "b": torch.zeros(size)}, checkpoint_id=tmp_path)
+    shared = torch.full((size,), 5.0)
+    hf.load({"a": shared, "b": shared}, checkpoint_id=tmp_path)
+    assert (shared == 0).all()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_with_tied_weights_is_loaded_from_one_and_not_from_another(
+    tmp_path: Path, device: str
+) -> None:
+    saved, other = Ends(tied=True), Ends(tied=False)
+    hf.save({"model": saved}, checkpoint_id=tmp_path / "tied")
+    hf.save({"model": other}, checkpoint_id=tmp_path / "untied")
+    with torch.device(device):
+        model = Ends(tied=True)
+    with pytest.raises(PlanError, match=r"model\.last\.weight: .* here and at model\.first"):
+        hf.load({"model": model}, checkpoint_id=tmp_path / "untied")
+    result = hf.load({"model": model}, checkpoint_id=tmp_path / "tied")
+    assert model.first.weight is model.last.weight
+    assert torch.equal(model.first.weight, saved.first.weight)
+    assert result.left_alone == ()
+
+
+def test_what_is_missing_under_one_key_of_a_tensor_is_left_alone(tmp_path: Path) -> None:
+    hf.save({"a": torch.ones(2)}, checkpoint_id=tmp_path)
+    shared = torch.zeros(2)
+    result = hf.load({"a": shared, "b": shared}, checkpoint_id=tmp_path, allow_partial_load=True)
+    assert (result.loaded, result.left_alone) == (("a",), ("b",))
+    assert (shared == 1).all()
+
+
+def test_views_of_different_parts_are_loaded_each(tmp_path: Path) -> None:
+    hf.save({"a": torch.ones(2), "b": torch.zeros(2)}, checkpoint_id=tmp_path)
+    whole = torch.full((4,), 5.0)
+    hf.load({"a": whole[:2], "b": whole[2:]}, checkpoint_id=tmp_path)
+    assert whole.tolist() == [1, 1, 0, 0]
