@@ -1,7 +1,9 @@
 """torch's planners and storages in our save and load, and ours in torch's."""
 
+import copy
 import dataclasses
 import itertools
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -185,6 +187,25 @@ def test_storages_written_for_torch_see_torchs_records_in_our_save_and_load(tmp_
     hf.load(state, storage_reader=TorchCountingReader(tmp_path))
     assert_arrived(state)
     assert TorchCountingReader.items == len(metadata.state_dict_metadata)
+
+
+class SendingWriter(dcp.FileSystemWriter):  # type: ignore[misc]
+    """A writer that lets other processes of its own write: they get the planner, or what it resolves to."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        sent = pickle.loads(pickle.dumps(planner))
+        for item in plan.items:
+            if item.tensor_data is None:
+                stream = pickle.loads(pickle.dumps(copy.copy(planner).resolve_data(item)))
+                assert stream.read() == sent.resolve_data(item).getvalue()
+        return super().write_data(plan, sent)
+
+
+def test_a_writer_may_send_our_planner_and_its_streams_to_other_processes(tmp_path: Path) -> None:
+    hf.save(make_state(), storage_writer=SendingWriter(tmp_path))
+    state = blank_state()
+    hf.load(state, checkpoint_id=tmp_path)
+    assert_arrived(state)
 
 
 def test_our_planner_saves_the_plan_of_last_time_with_torchs_storage(tmp_path: Path) -> None:

@@ -79,6 +79,27 @@ class ColumnsTensor(torch.Tensor):
         raise NotImplementedError(str(args[0]))
 
 
+class NamedColumns(Columns):
+    """The same, made for one key: it names its items by that key, and answers to no other."""
+
+    def __create_write_items__(self, fqn: str, value: Any) -> list[Any]:
+        return super().__create_write_items__("layer.weight", value)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        assert index.fqn == "layer.weight"
+        return super().__get_tensor_shard__(index)
+
+
+@pytest.mark.parametrize("as_saved", [lambda columns: columns, ColumnsTensor], ids=["object", "tensor"])
+def test_a_value_that_answers_only_to_its_own_key_is_saved_and_loaded(tmp_path: Path, as_saved: Any) -> None:
+    holdfast.save({"layer": {"weight": as_saved(NamedColumns(WHOLE, 0, 2))}}, checkpoint_id=tmp_path)
+
+    columns = NamedColumns(torch.zeros_like(WHOLE), 0, 1, 4)
+    holdfast.load({"layer": {"weight": as_saved(columns)}}, checkpoint_id=tmp_path)
+
+    assert torch.equal(columns.together(), WHOLE)
+
+
 class OurColumns(Columns):
     """The same with our records; it is asked by torch's index, if torch's package is there."""
 
@@ -198,14 +219,3 @@ class TooShort(Columns):
 def test_one_that_contradicts_itself_is_refused(kind: type[Columns], reason: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=reason):
         holdfast.save({"w": kind(WHOLE, 0)}, checkpoint_id=tmp_path)
-
-
-def test_a_value_may_name_its_items_by_a_key_of_its_own(tmp_path: Path) -> None:
-    class Named(Columns):
-        def __create_write_items__(self, fqn: str, value: Any) -> list[Any]:
-            return super().__create_write_items__("weight", value)
-
-    holdfast.save({"weight": Named(WHOLE, 0, 2)}, checkpoint_id=tmp_path)
-    loaded = Named(torch.zeros_like(WHOLE), 0, 1, 4)
-    holdfast.load({"weight": loaded}, checkpoint_id=tmp_path)
-    assert torch.equal(loaded.together(), WHOLE)

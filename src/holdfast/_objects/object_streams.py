@@ -21,6 +21,10 @@ class _Unassembled(io.BytesIO):
     def parts(self) -> tuple[Any, ...]:
         raise NotImplementedError
 
+    def __reduce__(self) -> Any:
+        """Another process gets an ordinary stream: the parts may be memory of this one."""
+        return io.BytesIO, (), (self.getvalue(), self.tell(), None)
+
     def _fill(self) -> None:
         if not self._is_filled:
             self._is_filled = True

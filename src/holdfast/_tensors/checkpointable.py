@@ -67,7 +67,10 @@ def held_boxes(value: Any) -> list[ChunkStorageMetadata]:
 
 def held_shards(value: Any) -> list[torch.Tensor]:
     """The memory of each of ``held_boxes``."""
-    return [memory_of_box(value, "", box) for box in held_boxes(value)]
+    boxes = held_boxes(value)
+    # Some values answer only to the key that they were given when they were made.
+    key = next((item.index.fqn for item in _items_of(value)), "") if boxes else ""
+    return [memory_of_box(value, key, box) for box in boxes]
 
 
 def whole_shape(value: Any) -> torch.Size:
@@ -76,9 +79,7 @@ def whole_shape(value: Any) -> torch.Size:
     Raises:
         PlanError: It holds nothing on this rank, and has no method ``size``.
     """
-    # Under any key: some values name the items by a key that they were given before.
-    items: list[WriteItem] = to_ours(list(value.__create_write_items__("", value)))
-    for item in items:
+    for item in _items_of(value):
         if item.tensor_data is not None:
             return torch.Size(item.tensor_data.size)
     if not hasattr(value, "size"):
@@ -87,6 +88,12 @@ def whole_shape(value: Any) -> torch.Size:
             "give it a method size()"
         )
     return torch.Size(value.size())
+
+
+def _items_of(value: Any) -> list[WriteItem]:
+    """The items of a value under any key: some values name them by a key that they were given before."""
+    items: list[WriteItem] = to_ours(list(value.__create_write_items__("", value)))
+    return items
 
 
 def memory_of_box(value: Any, key: str, box: ChunkStorageMetadata) -> torch.Tensor:

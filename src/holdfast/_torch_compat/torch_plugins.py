@@ -168,6 +168,10 @@ class _PlannerForTorch:
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 
+    def __reduce__(self) -> Any:
+        """Some writers send the planner to processes of their own; an empty copy has no ``_inner`` to ask."""
+        return _PlannerForTorch, (self._inner,)
+
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._inner, name)
         if name in ("resolve_data", "load_bytes", "resolve_bytes", "resolve_tensor", "commit_tensor"):
