@@ -143,11 +143,12 @@ def refuse_what_is_no_tensor(plan: SavePlan) -> None:
     columns = columns_of(plan)
     objects = [key for key, kind in zip(columns.keys, columns.kinds, strict=True) if kind == BYTE_IO]
     _refuse(objects, "not a tensor, and safetensors files keep only tensors. Leave it out of the state")
-    kept = [told.key for key in columns.keys if (told := kept_key(key))]
+    kept = {key: told.key for key in columns.keys if (told := kept_key(key))}
     _refuse(
-        kept,
-        "ranks have different values, and safetensors files keep one for all of them. Make them equal before "
-        "the save (BatchNorm: broadcast the buffers), or pass check_replicas=False to keep those of any rank",
+        list(kept.values()),
+        f"ranks have different values (such as {next(iter(kept), None)}), and safetensors files keep one for "
+        "all of them. Make them equal before the save (BatchNorm: broadcast the buffers), or pass "
+        "check_replicas=False to keep those of any rank",
     )
     forms = zip(columns.keys, columns.form, strict=True)
     unknown = [key for key, form in forms if not _is_known(columns.forms[form])]
