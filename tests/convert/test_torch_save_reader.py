@@ -44,6 +44,19 @@ def test_a_tensor_of_other_values_keeps_its_kind(tmp_path: Path) -> None:
     assert torch.equal(found[0].to_dense(), torch.eye(3))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_tensors_without_elements_inside_other_values(tmp_path: Path, dtype: torch.dtype) -> None:
+    empty = torch.zeros(2, 0, dtype=dtype)
+    state = {"pair": (empty, torch.ones(3)), "twice": (empty, empty), "of views": (torch.ones(4)[2:2], 1)}
+    path = saved(tmp_path, state)
+    assert same(read(path), state)
+    dcp.convert(path, tmp_path / "folder", to="holdfast")
+    assert same(dcp.open(tmp_path / "folder").read(), state)
+    dcp.convert(tmp_path / "folder", tmp_path / "again.pt")
+    assert same(dcp.open(tmp_path / "again.pt").read(), state)
+    assert same(torch.load(tmp_path / "again.pt", weights_only=True), state)
+
+
 def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
     path = saved(tmp_path, {"small": torch.arange(4.0), "large": torch.zeros(4 << 20)})
     asked: list[int] = []

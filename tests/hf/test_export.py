@@ -29,6 +29,7 @@ from torch.distributed.checkpoint import state_dict_loader as stock
 import holdfast as dcp
 from holdfast.errors import CheckpointException, InvalidPlanError, UsageError
 from holdfast.state_dict_saver import AsyncCheckpointerType
+from holdfast.testing import FakeRank, FakeRanks
 
 INDEX = "model.safetensors.index.json"
 
@@ -311,3 +312,13 @@ def test_a_folder_that_takes_files_from_front_to_back_only(
 def test_an_empty_state_is_a_file_without_tensors(tmp_path: Path) -> None:
     export({}, tmp_path, max_shard_size=10)
     assert load_file(tmp_path / "model.safetensors") == {}
+
+
+def test_values_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
+    def save(rank: FakeRank) -> None:
+        state = {"norm.mean": torch.full((4,), float(rank.rank)), "w": torch.ones(3)}
+        rank.save(state, storage_writer=dcp.HuggingFaceStorageWriter(tmp_path / "out"))
+
+    with pytest.raises(InvalidPlanError, match=r"norm\.mean: ranks have different values.*broad") as caught:
+        FakeRanks(2).run(save)
+    assert caught.value.key == "norm.mean"

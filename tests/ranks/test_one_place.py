@@ -1,15 +1,20 @@
 """All ranks of a save write to one place, and only files that have something in them."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from tests.support.stock_torch import stock_save
+from torch.distributed.tensor import Shard
 
-from holdfast import FileSystemWriter
+import holdfast as hf
+from holdfast import FileSystemReader, FileSystemWriter, HuggingFaceStorageReader
 from holdfast._io.store import ByteStore
 from holdfast._storage import arrival_check
-from holdfast.errors import IncompleteWriteError, UsageError
+from holdfast.errors import IncompleteCheckpointError, IncompleteWriteError, UsageError
 from holdfast.testing import FakeRank, FakeRanks
 
 
@@ -19,6 +24,30 @@ def test_ranks_that_save_to_different_places_are_refused(tmp_path: Path) -> None
             lambda rank: rank.save({"w": torch.ones(4)}, checkpoint_id=tmp_path / f"step-{rank.rank}")
         )
     assert not list(tmp_path.rglob(".metadata"))
+
+
+def test_ranks_that_load_from_different_places_mix_no_checkpoints(tmp_path: Path) -> None:
+    """Files of torch and of models have the same names in every checkpoint: nothing else tells them apart."""
+    for number in range(2):
+        folder = tmp_path / f"step-{number}"
+        stock_save({"w": torch.full((8,), float(number))}, checkpoint_id=folder / "torch")
+        save_file({"w": torch.full((8,), float(number))}, folder / "model.safetensors")
+        hf.save({"w": torch.full((8,), float(number))}, checkpoint_id=folder / "ours")
+
+    def load(rank: FakeRank, name: str) -> None:
+        weight = rank.distribute(torch.zeros(8), rank.mesh(), [Shard(0)])
+        folder = tmp_path / f"step-{rank.rank}"
+        reader = HuggingFaceStorageReader(folder) if name == "model" else FileSystemReader(folder / name)
+        rank.load({"w": weight}, storage_reader=reader)
+
+    for name in ("torch", "model"):
+        with pytest.raises(UsageError, match=r"rank 0 loads from .*step-0.* and rank 1 from .*step-1"):
+            FakeRanks(2).run(lambda rank, name=name: load(rank, name))  # type: ignore[misc]
+    with pytest.raises(IncompleteCheckpointError, match="step-1"):
+        FakeRanks(2).run(lambda rank: load(rank, "ours"))
+    # Copies on disks of single hosts may have paths of their own if their files cannot be those of others.
+    shutil.copytree(tmp_path / "step-0" / "ours", tmp_path / "step-1" / "ours", dirs_exist_ok=True)
+    FakeRanks(2).run(lambda rank: load(rank, "ours"))
 
 
 def test_a_rank_without_items_makes_no_file(tmp_path: Path) -> None:

@@ -200,3 +200,26 @@ def test_names_tell_their_save_and_missing_files() -> None:
 def test_an_index_that_cannot_be_is_refused(text: bytes) -> None:
     with pytest.raises(MetadataFormatError):
         parse_index(text, path="i")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"weight_map": {"a": "x", "b": "x", "a": "y"}}',
+        b'{"weight_map": {"a": "x", "\\u0061": "y"}}',
+        b'{"weight_map": {"a": "x"}, "weight_map": {"a": "y"}}',
+        b'{"metadata": {"n": 1, "n": 2}, "weight_map": {"a": "x"}}',
+        b'{"metadata": {"of": {"n": 1, "n": 2}}, "weight_map": {"a": "x"}}',
+    ],
+)
+def test_an_index_that_has_a_key_twice_is_refused(text: bytes) -> None:
+    with pytest.raises(MetadataFormatError, match="twice"):
+        parse_index(text, path="i")
+
+
+@pytest.mark.parametrize(
+    "metadata", [b"null", b'"text"', b'{"total_size": 8, "format": "pt"}', b'{"of": {"a": "b"}}', b'["\\""]']
+)
+def test_what_stands_beside_the_names_in_an_index_does_not_matter(metadata: bytes) -> None:
+    text = b'{"metadata": ' + metadata + b', "weight_map": {"a": "x", "b": "x"}, "more": ["c"]}'
+    assert parse_index(text, path="i") == {"a": "x", "b": "x"}

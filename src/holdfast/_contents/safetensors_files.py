@@ -171,7 +171,8 @@ def _chunks_of(
 ) -> list[ModelChunk]:
     """The chunks of all tensors of a model, with their checksums; each tensor is known to be complete."""
     checksums = read_checksums(store)
-    found: dict[str, dict[tuple[int, ...], ModelChunk]] = {}
+    found: dict[Any, ModelChunk] = {}  # by key, and parts of tensors by key and place
+    parts: dict[str, list[ModelChunk]] = {}
     unknown = []
     for file in files:
         sums = _checksums_by_key(file, checksums.get(file.digest))
@@ -179,22 +180,30 @@ def _chunks_of(
             unknown.append(file.name)
         shards = _shard_offsets(file, store)
         for tensor in file.header.tensors:
-            if weight_map is not None and weight_map.get(tensor.key) != file.name:
+            key = tensor.key
+            if weight_map is not None and weight_map.get(key) != file.name:
                 continue
-            offsets = shards.get(tensor.key, (0,) * len(tensor.shape))
-            chunk = ModelChunk(tensor, offsets, file.name, sums[tensor.key] if sums else None)
-            before = found.setdefault(tensor.key, {}).setdefault(offsets, chunk)
-            if before is not chunk and tensor.key not in shards:
-                raise _twice(store, tensor.key, before.file, file.name)
+            offsets = shards.get(key)
+            place = key if offsets is None else (key, offsets)
+            checked = sums[key] if sums else None
+            chunk = ModelChunk(tensor, offsets or (0,) * len(tensor.shape), file.name, checked)
+            before = found.setdefault(place, chunk)
+            if offsets is not None:
+                parts.setdefault(key, [])
+            elif before is not chunk:
+                raise _twice(store, key, before.file, file.name)
     if unknown:
         logger.warning(
             "%s: %s is not the file that the checksums are of, and is loaded unchecked", store.url, unknown[0]
         )
     if weight_map is not None:
-        _check_index(store, weight_map, found)
-    for key, chunks in found.items():
-        _check_chunks(store, key, list(chunks.values()))
-    return [chunk for chunks in found.values() for chunk in chunks.values()]
+        _check_index(store, weight_map, found.keys() | parts.keys() if parts else found)
+    for chunk in found.values() if parts else ():
+        if chunk.tensor.key in parts:
+            parts[chunk.tensor.key].append(chunk)
+    for key, chunks in parts.items():
+        _check_chunks(store, key, chunks)
+    return list(found.values())
 
 
 def _shard_offsets(file: ModelFile, store: FileSource) -> dict[str, tuple[int, ...]]:

@@ -39,11 +39,15 @@ def manifest_of_chunks(url: str, files: Mapping[str, int], chunks: Sequence[Mode
     Args:
         url: The place.
         files: The sizes of its files, by name.
-        chunks: The chunks, those of a key one after the other.
+        chunks: The chunks.
     """
     by_key: dict[str, list[ModelChunk]] = {}
     for chunk in chunks:
-        by_key.setdefault(chunk.tensor.key, []).append(chunk)
+        of_key = by_key.get(chunk.tensor.key)
+        if of_key is None:
+            by_key[chunk.tensor.key] = [chunk]
+        else:
+            of_key.append(chunk)
     rows = [chunk for of_key in by_key.values() for chunk in of_key]
     numbers = {name: number for number, name in enumerate(files)}
     sizes = [chunk.tensor.nbytes for chunk in rows]

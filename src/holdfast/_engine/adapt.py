@@ -15,6 +15,7 @@ from holdfast._engine.ports import (
     SavePlannerPort,
     WriterPort,
 )
+from holdfast._storage.store_reader import StoreReader
 from holdfast._storage.store_writer import StoreWriter
 from holdfast._torch_compat.torch_plugins import (
     our_load_planner,
@@ -78,6 +79,7 @@ def adapt_reader(reader: Any) -> ReaderPort:
         passes_plans_on=_has_known(ours, "prepare_global_plan"),
         read_together=ours.read_data_together if _has_known(ours, "read_data") else None,
         read_ahead=ours.read_ahead if _has_known(ours, "read_data") else None,
+        place=os.path.normpath(ours.checkpoint_id) if isinstance(ours, StoreReader) else None,
     )
 
 

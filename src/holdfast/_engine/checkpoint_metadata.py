@@ -1,12 +1,15 @@
 """The metadata that a load begins with: what ranks wrote together, or each for itself."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from holdfast._engine.ports import ReaderPort
+from holdfast._format.item_table import StorageInfo
+from holdfast._format.names import parse_data_file
 from holdfast._ranks.exchange import Exchange
-from holdfast.errors import CheckpointNotFoundError, IncompleteCheckpointError, describe_ranks
+from holdfast.errors import CheckpointNotFoundError, IncompleteCheckpointError, UsageError, describe_ranks
 from holdfast.metadata import Metadata
 
 logger = logging.getLogger(__name__)
@@ -109,3 +112,27 @@ def not_a_first_start(read: Callable[[], None]) -> Callable[[], None]:
             ) from error
 
     return read_what_is_there
+
+
+def place_to_compare(stored: Metadata, place: str | None) -> str | None:
+    """The place, if what this rank reads may be of another checkpoint than the metadata, and nobody notices.
+
+    Our data files are named after their save. Those of torch, and most safetensors files, have the same names
+    in every checkpoint.
+    """
+    some: Any = next(iter((stored.storage_data or {}).values()), None)
+    file = parse_data_file(some.relative_path) if isinstance(some, StorageInfo) else None
+    return None if file is not None and file.save is not None else place
+
+
+def check_places(places: Sequence[str | None]) -> None:
+    """Raise if ranks read from different places: the metadata that they share is that of one place."""
+    for rank, place in enumerate(places):
+        if place != places[0] and place is not None and places[0] is not None:
+            raise UsageError(
+                f"all ranks must load from the same place, but rank 0 loads from {places[0]} and rank "
+                f"{rank} from {place}. Choose the checkpoint on one rank and broadcast its name.",
+                rank=rank,
+                expected=places[0],
+                found=place,
+            )

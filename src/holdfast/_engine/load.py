@@ -7,7 +7,12 @@ from typing import Any, TypeAlias
 
 from holdfast._collector import paused_collector
 from holdfast._context import LoadContext
-from holdfast._engine.checkpoint_metadata import not_a_first_start, read_metadata
+from holdfast._engine.checkpoint_metadata import (
+    check_places,
+    not_a_first_start,
+    place_to_compare,
+    read_metadata,
+)
 from holdfast._engine.per_rank_values import LoadByRank
 from holdfast._engine.ports import LoadPlannerPort, ReaderPort
 from holdfast._engine.rank_view import RankView, view_of_rank, warn_of_shared
@@ -25,7 +30,7 @@ from holdfast.load_result import LoadResult
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner, ReadItem
 
-_Told: TypeAlias = tuple[Mapping[str, int], GroupFit]
+_Told: TypeAlias = tuple[Mapping[str, int], GroupFit, str | None]
 """What a rank tells the coordinator: the keys of which every rank gets one value though the ranks that saved
 differed; and what it found of its groups of keys."""
 
@@ -162,7 +167,8 @@ class _LoadSteps:
         result = self._result = cover(plan, planner.flat_state(), metadata)
         self._hooks.check(planner.flat_state(), result, lambda keys: _read_ahead(keys, plan, view, reader))
         fit = _fit(self._by_rank.state, planner, result, metadata, is_alone=exchange.world_size == 1)
-        return reader.plugin.prepare_local_plan(view.translate(plan)), (view.shared_by(plan), fit)
+        place = place_to_compare(stored, reader.place) if is_shared else None
+        return reader.plugin.prepare_local_plan(view.translate(plan)), (view.shared_by(plan), fit, place)
 
     def _reading(self, plan: LoadPlan) -> Callable[[], None]:
         """The function that reads. What ranks must do together to prepare that is done when this returns."""
@@ -199,8 +205,9 @@ def _plan(
 
     @paused_collector()
     def compare(ranks: list[_Told]) -> None:
-        refuse_unfilled([fit for _, fit in ranks])
-        warn_of_shared([common for common, _ in ranks], exchange.group_size)
+        check_places([place for _, _, place in ranks])
+        refuse_unfilled([fit for _, fit, _ in ranks])
+        warn_of_shared([common for common, _, _ in ranks], exchange.group_size)
 
     if planner.passes_plans_on and reader.passes_plans_on:
         mine: list[LoadPlan] = []

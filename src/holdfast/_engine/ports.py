@@ -143,6 +143,7 @@ class ReaderPort:
             the function that reads, to be called on every rank. None if the reader cannot do that.
         read_ahead: Reads a few small objects before the load begins, and hands them to the planner that it
             gets with the plan. None if the reader cannot read twice in one load.
+        place: Where it reads from; None if that is not known.
     """
 
     plugin: StorageReader
@@ -152,6 +153,7 @@ class ReaderPort:
     passes_plans_on: bool
     read_together: Callable[[Callable[[], LoadPlan], LoadPlanner, Exchange], Callable[[], None]] | None
     read_ahead: Callable[[LoadPlan, LoadPlanner], None] | None
+    place: str | None = None
 
     def read_metadata(self) -> Metadata:
         """The metadata that all ranks share. Raises FileNotFoundError if there is none."""

@@ -237,6 +237,7 @@ class _Entry(msgspec.Struct):
 
 
 @lru_cache(maxsize=4096)  # models repeat their shapes layer by layer
+@lru_cache(maxsize=4096)
 def _as_torch(code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
     """Torch's dtype and shape of a tensor, from those of the format; ValueError if there are none."""
     name = TORCH_NAMES.get(code)

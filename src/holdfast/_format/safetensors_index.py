@@ -3,7 +3,7 @@
 import operator
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import msgspec
 
@@ -161,6 +161,7 @@ def build_index(weight_map: Mapping[str, str], total_nbytes: int) -> bytes:
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
+    metadata: Any = None
 
 
 def parse_index(data: bytes | bytearray, *, path: str) -> dict[str, str]:
@@ -170,12 +171,15 @@ def parse_index(data: bytes | bytearray, *, path: str) -> dict[str, str]:
         MetadataFormatError: It is not an index, or names a file that does not lie beside it.
     """
     try:
-        weight_map = msgspec.json.decode(data, type=_Index).weight_map
-        refuse_doubles(data)
+        index = msgspec.json.decode(data, type=_Index)
+        if not _has_no_more_strings(data, index):
+            refuse_doubles(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise MetadataFormatError(f"{path} is not the index of a model: {error}", path=path) from error
-    for key, name in weight_map.items():
+    weight_map = index.weight_map
+    for name in set(weight_map.values()):
         if not is_plain_name(name):
+            key = next(key for key, of_key in weight_map.items() if of_key == name)
             raise MetadataFormatError(
                 f"{key}: {path} says that it is in {name!r}. The files of a model must lie beside the index: "
                 "neither in a folder below it nor elsewhere. Move the file there, and name it so.",
@@ -184,6 +188,16 @@ def parse_index(data: bytes | bytearray, *, path: str) -> dict[str, str]:
                 found=name,
             )
     return weight_map
+
+
+def _has_no_more_strings(data: bytes | bytearray, index: _Index) -> bool:
+    """Whether an index has no string besides those that were decoded: then it has no key twice."""
+    if b"\\" in data:
+        return False  # a quote may be escaped
+    strings = 1 + 2 * len(index.weight_map)
+    if isinstance(index.metadata, dict):
+        strings += 1 + len(index.metadata) + sum(isinstance(value, str) for value in index.metadata.values())
+    return data.count(b'"') == 2 * strings
 
 
 def find_index(names: Collection[str]) -> str | None:

@@ -21,6 +21,7 @@ from holdfast._objects.rebuild_tensors import (
     NeedsTorchError,
     StorageName,
     TensorName,
+    memory_of,
     with_lazy_bits,
 )
 from holdfast.errors import IntegrityError
@@ -273,6 +274,5 @@ class _Elements(dict[int, Any]):
     def _read_memory(self, memory: torch.UntypedStorage) -> torch.UntypedStorage:
         identity = memory._cdata  # noqa: SLF001
         if identity not in self._memory:
-            content = self._read(self._storages[identity]) or bytearray(1)
-            self._memory[identity] = torch.frombuffer(content, dtype=torch.uint8).untyped_storage()
+            self._memory[identity] = memory_of(self._read(self._storages[identity]))
         return self._memory[identity]

@@ -22,7 +22,7 @@ from holdfast._format.safetensors_index import (
 from holdfast._plan.dtype_fit import FLOAT4, cast_floats
 from holdfast._plan.write_columns import BYTE_IO, Form, columns_of
 from holdfast.errors import InvalidPlanError, UsageError
-from holdfast.per_rank import KEPT
+from holdfast.per_rank import kept_key
 from holdfast.planner import SavePlan
 
 _MOST_NAMED = 8
@@ -143,8 +143,13 @@ def refuse_what_is_no_tensor(plan: SavePlan) -> None:
     columns = columns_of(plan)
     objects = [key for key, kind in zip(columns.keys, columns.kinds, strict=True) if kind == BYTE_IO]
     _refuse(objects, "not a tensor, and safetensors files keep only tensors. Leave it out of the state")
-    kept = [key for key in columns.keys if key.startswith(KEPT)]
-    _refuse(kept, "a value that differs between ranks, and safetensors files keep one value for all of them")
+    kept = {key: told.key for key in columns.keys if (told := kept_key(key))}
+    _refuse(
+        list(kept.values()),
+        f"ranks have different values (such as {next(iter(kept), None)}), and safetensors files keep one for "
+        "all of them. Make them equal before the save (BatchNorm: broadcast the buffers), or pass "
+        "check_replicas=False to keep those of any rank",
+    )
     forms = zip(columns.keys, columns.form, strict=True)
     unknown = [key for key, form in forms if not _is_known(columns.forms[form])]
     _refuse(unknown, "of a dtype that safetensors files cannot keep. Cast it, or leave it out")
