@@ -11,7 +11,7 @@ from torch import optim
 shard_on_cpus()
 plugin = FullyShardedDataParallelPlugin(
     fsdp_version=2,
-    state_dict_type="SHARDED_STATE_DICT",
+    state_dict_type="FULL_STATE_DICT" if SETTINGS.plain else "SHARDED_STATE_DICT",
     reshard_after_forward=True,
     auto_wrap_policy="NO_WRAP",
 )

@@ -17,7 +17,7 @@ SETTINGS = SimpleNamespace(
         "kill_at": 0,  # kill rank 0 in an overwrite, at this call that changes the file system
         "in_background": False,
         "export": "",  # write the model as one file, into this folder
-        "plain": False,  # not sharded
+        "plain": False,  # checkpoints that are not sharded
         **json.loads(sys.argv[1]),
     }
 )
