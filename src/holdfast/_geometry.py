@@ -45,6 +45,12 @@ def reach_of(lengths: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True))
 
 
+def outermost(lengths: Sequence[int], strides: Sequence[int]) -> int | None:
+    """The dimension of a strided box whose elements are the furthest apart; None if it is one element."""
+    long = [dimension for dimension, length in enumerate(lengths) if length > 1]
+    return max(long, key=lambda d: (lengths[d] - 1) * strides[d], default=None)
+
+
 def is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether elements that are ``strides`` apart lie in row-major order, without gaps."""
     # A dimension of one element may have any stride.

@@ -5,14 +5,14 @@ from functools import partial
 from typing import Any
 
 from holdfast._byte_ranges import SCRATCH, ranges_of
-from holdfast._contents.box_target import BoxTarget, ReorderedTarget, StoredBox
+from holdfast._contents.box_target import BoxTarget, StoredBox
 from holdfast._contents.inventory import Ints
 from holdfast._contents.item_bytes import ItemBytes, naming, new_memory, read_transformed, undo_transforms
 from holdfast._contents.ranges import RangeRead, ranges_for
 from holdfast._format.item_table import StorageInfo
 from holdfast._format.torch_item import tensor_item
 from holdfast._format.torch_item_reader import TensorLayout, read_item_layout
-from holdfast._geometry import Box, is_row_major, row_major_strides, volume
+from holdfast._geometry import volume
 from holdfast._io.blocks import BLOCK_SIZE, crc32
 from holdfast.errors import ChecksumError, IntegrityError
 
@@ -62,28 +62,21 @@ def _read_torch_written(item: ItemBytes, stored: StoredBox) -> None:
     if layout is None:
         _put_loaded(item, stored, item.read_unchecked())
         return
-    order = _order_in_memory(layout)
-    if order is None:
-        with item.context.budget.hold(layout.payload_nbytes):
-            payload = new_memory(layout.payload_nbytes)
-            item.file.read_into(item.info.offset + layout.payload_offset, payload)
-            _put_payload(item, stored, layout, payload)
-        return
     start = layout.payload_offset + layout.storage_offset * stored.itemsize
-    if order != sorted(order):
-        # A transposed or channels-last tensor is a row-major one with its dimensions in another order.
-        shape, *box = (tuple(sizes[d] for d in order) for sizes in (stored.shape, *stored.box))
-        stored = stored._replace(shape=shape, box=Box(*box), target=ReorderedTarget(stored.target, order))
     info = StorageInfo(item.info.relative_path, item.info.offset, item.info.length, None, start)
-    inner, stored = ItemBytes(item.context, item.file, info), stored._replace(info=info)
+    inner, stored = (
+        ItemBytes(item.context, item.file, info),
+        stored._replace(info=info, strides=layout.strides),
+    )
     # Part of a payload cannot be checked: torch keeps one checksum for the whole.
     is_whole = stored.box.lengths == stored.shape and stored.nbytes == layout.payload_nbytes
     # What is checked is still in cache then.
-    limit, found = BLOCK_SIZE if is_whole else SCRATCH, 0
-    for piece in ranges_of(stored.shape, *stored.box, stored.itemsize, run_limit=limit, block=0):
+    limit, found, end = BLOCK_SIZE if is_whole else SCRATCH, 0, 0
+    for piece in ranges_of(stored.strides, *stored.box, stored.itemsize, run_limit=limit, block=0):
         item.context.cancellation.check()
         found = RangeRead(inner, stored, piece).deliver(found if is_whole else None)
-    if is_whole:
+        is_whole, end = is_whole and piece.start == end, piece.start + piece.nbytes
+    if is_whole and end == layout.payload_nbytes:
         _check(item, layout, found)
 
 
@@ -142,7 +135,7 @@ def _row_groups(stored: StoredBox) -> Iterator[Ints]:
 
 def _put_part(stored: StoredBox, rows: memoryview, first_row: int, lengths: Ints) -> None:
     """Put the part of some rows of a chunk that is in the box."""
-    offsets, wanted, strides = *stored.box, row_major_strides(stored.shape)
+    offsets, wanted, strides = *stored.box, stored.strides
     if not lengths:
         stored.target.put((), (), rows, (), 0)
         return
@@ -192,17 +185,6 @@ def _layout_of(
         )
         raise item.damaged(what, expected=expected, found=found)
     return layout if layout.byteorder == "little" and not layout.conj and not layout.neg else None
-
-
-def _order_in_memory(layout: TensorLayout) -> list[int] | None:
-    """The dimensions from the outermost to the innermost in memory; None if elements have gaps or doubles."""
-    shape, strides = layout.shape, layout.strides
-    plain = list(range(len(shape)))
-    if is_row_major(shape, strides):
-        return plain
-    # A dimension of one element may have any stride; where it stands makes no difference.
-    order = sorted(plain, key=lambda d: (-strides[d] if shape[d] > 1 else 0, d))
-    return order if is_row_major([shape[d] for d in order], [strides[d] for d in order]) else None
 
 
 def _put_payload(item: ItemBytes, stored: StoredBox, layout: TensorLayout, payload: memoryview) -> None:

@@ -24,6 +24,7 @@ from holdfast._storage.reading import read_items
 from holdfast._storage.safetensors_metadata import read_model_metadata
 from holdfast._storage.torch_save_reading import read_torch_save_metadata
 from holdfast._storage.torch_save_source import TorchSaveSource
+from holdfast._tensors.dtensors import narrowed
 from holdfast._torch_save_checkpoint import TorchSaveCheckpoint
 from holdfast.errors import CheckpointNotFoundError, MetadataFormatError, UsageError
 from holdfast.extension import ExtensionRegistry
@@ -131,12 +132,8 @@ class _Receiver(LoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         assert read_item.dest_index.index is not None
-        part = self._tensors[read_item.dest_index.index]
-        for dimension, (start, length) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
-            part = part.narrow(dimension, start, length)
-        return part
+        whole = self._tensors[read_item.dest_index.index]
+        return narrowed(whole, read_item.dest_offsets, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         pass

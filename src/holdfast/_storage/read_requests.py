@@ -10,7 +10,6 @@ from holdfast._plan.metadata_entries import dtypes_of
 from holdfast._plan.planner_values import own_values
 from holdfast._plan.read_columns import ReadBox, ReadColumns, read_columns_of
 from holdfast._storage.item_places import ItemPlaces, places_of
-from holdfast._storage.read_context import Chunk
 from holdfast._storage.small_items import SMALL
 from holdfast._storage.small_reads import SmallTensors
 from holdfast.errors import InvalidPlanError, MetadataFormatError
@@ -153,8 +152,10 @@ def _no_such_chunk(index: MetadataIndex) -> InvalidPlanError:
     return InvalidPlanError(f"{index.fqn}: the checkpoint has no chunk at {index.offset}", key=index.fqn)
 
 
-def chunk_of(info: StorageInfo, index: MetadataIndex, metadata: Metadata) -> Chunk:
-    """What a stored chunk is.
+def chunk_of(
+    info: StorageInfo, index: MetadataIndex, metadata: Metadata
+) -> tuple[tuple[int, ...], torch.dtype]:
+    """The shape and dtype of a stored chunk.
 
     Raises:
         MetadataFormatError: What is stored is not as large as the chunk that is described.
@@ -167,13 +168,14 @@ def chunk_of(info: StorageInfo, index: MetadataIndex, metadata: Metadata) -> Chu
         box = next((c for c in chunks if index.offset is None or c.offsets == index.offset), None)
     if box is None:
         raise _no_such_chunk(index)
-    chunk = Chunk(info, box.sizes, entry.properties.dtype)
-    if info.is_located and not info.transform_descriptors and info.payload_nbytes != chunk.nbytes:
+    dtype = entry.properties.dtype
+    nbytes = box.sizes.numel() * dtype.itemsize
+    if info.is_located and not info.transform_descriptors and info.payload_nbytes != nbytes:
         raise MetadataFormatError(
-            f"{index.fqn}: a chunk of shape {tuple(box.sizes)} of {chunk.dtype} takes {chunk.nbytes} bytes, "
+            f"{index.fqn}: a chunk of shape {tuple(box.sizes)} of {dtype} takes {nbytes} bytes, "
             f"but the metadata has {info.payload_nbytes}",
             key=index.fqn,
-            expected=chunk.nbytes,
+            expected=nbytes,
             found=info.payload_nbytes,
         )
-    return chunk
+    return box.sizes, dtype
