@@ -14,7 +14,7 @@ from holdfast._format.torch_item import tensor_item
 from holdfast._format.torch_item_reader import TensorLayout, read_item_layout
 from holdfast._geometry import volume
 from holdfast._io.blocks import BLOCK_SIZE, crc32
-from holdfast.errors import ChecksumError, IntegrityError
+from holdfast.errors import ChecksumError, IntegrityError, MetadataFormatError
 
 _STEP = 1 << 20
 _ROWS = 4 << 20
@@ -39,8 +39,17 @@ class RangeJob:
 
 
 def box_jobs(item: ItemBytes, stored: StoredBox) -> list[Callable[[], None]]:
-    """Jobs that together read one box of a stored chunk."""
+    """Jobs that together read one box of a stored chunk.
+
+    Raises:
+        MetadataFormatError: What is stored is not as large as the chunk that is described.
+    """
     target = stored.target
+    if item.info.is_raw and item.info.payload_nbytes != stored.nbytes:
+        found = item.info.payload_nbytes
+        what = f"has {found} bytes, and its tensor needs {stored.nbytes}"
+        with naming(target.key):
+            raise item.damaged(what, MetadataFormatError, expected=stored.nbytes, found=found)
     if item.info.transform_descriptors:
         return [partial(_carry_out, target, partial(_read_transformed, item, stored))]
     if not item.info.is_located:
@@ -64,10 +73,8 @@ def _read_torch_written(item: ItemBytes, stored: StoredBox) -> None:
         return
     start = layout.payload_offset + layout.storage_offset * stored.itemsize
     info = StorageInfo(item.info.relative_path, item.info.offset, item.info.length, None, start)
-    inner, stored = (
-        ItemBytes(item.context, item.file, info),
-        stored._replace(info=info, strides=layout.strides),
-    )
+    inner = ItemBytes(item.context, item.file, info)
+    stored = stored._replace(info=info, strides=layout.strides)
     # Part of a payload cannot be checked: torch keeps one checksum for the whole.
     is_whole = stored.box.lengths == stored.shape and stored.nbytes == layout.payload_nbytes
     # What is checked is still in cache then.
@@ -197,9 +204,8 @@ def _put_payload(item: ItemBytes, stored: StoredBox, layout: TensorLayout, paylo
 
 def _check(item: ItemBytes, layout: TensorLayout, found: int) -> None:
     if item.context.verify and layout.crc32 is not None and found != layout.crc32:
-        what = (
-            f"has at {item.info.offset + layout.payload_offset} other bytes of its tensor than were written"
-        )
+        place = item.info.offset + layout.payload_offset
+        what = f"has at {place} other bytes of its tensor than were written"
         raise item.damaged(what, ChecksumError, expected=layout.crc32, found=found)
 
 

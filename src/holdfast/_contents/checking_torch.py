@@ -9,7 +9,7 @@ from typing import IO, Any
 
 from holdfast._contents.checking import CheckedFile, KeyedItem
 from holdfast._contents.findings import Findings
-from holdfast._contents.item_bytes import transforms_of
+from holdfast._contents.item_bytes import LARGEST_UNDECLARED, transforms_of
 from holdfast._format.dtypes import DTYPES
 from holdfast._format.item_table import StorageInfo
 from holdfast._format.torch_item_reader import read_item_layout
@@ -31,8 +31,6 @@ _PIECE = 1 << 20
 _BATCH = 8 << 20
 # Inflated items up to this size are checked in memory, larger ones in a temporary file.
 _IN_MEMORY = 32 << 20
-# torch does not record how large an object is behind its transforms.
-_LARGEST_UNDECLARED = 4 << 30
 
 
 ReadAt = Callable[[int, int], bytes]
@@ -187,7 +185,7 @@ def _check_transformed(read_at: ReadAt, stored: KeyedItem, report: Findings, pat
 def _limit_of(stored: KeyedItem) -> int:
     """The most bytes that there may be behind the transforms of an item."""
     if stored.chunk is None or stored.dtype not in DTYPES:
-        return _LARGEST_UNDECLARED
+        return LARGEST_UNDECLARED
     # The container of a tensor is little more than its elements.
     return volume(stored.chunk.lengths) * DTYPES[stored.dtype].itemsize + _PIECE
 

@@ -19,7 +19,7 @@ from holdfast.extension import ExtensionRegistry, StreamTransformExtension
 _STEP = 1 << 20
 _MOST_TRANSFORMS = 32
 # What torch wrote does not say how large an object is behind its transforms.
-_LARGEST_UNDECLARED = 4 << 30
+LARGEST_UNDECLARED = 4 << 30
 
 
 class ItemFile(Protocol):
@@ -166,7 +166,7 @@ def transforms_of(
     return cast("list[StreamTransformExtension]", registry.from_descriptor_list(descriptors))
 
 
-def read_transformed(reader: ItemBytes, *, limit: int = _LARGEST_UNDECLARED) -> bytes:
+def read_transformed(reader: ItemBytes, *, limit: int = LARGEST_UNDECLARED) -> bytes:
     """The whole container.
 
     Raises:

@@ -12,7 +12,7 @@ from holdfast._plan.read_columns import ReadBox, ReadColumns, read_columns_of
 from holdfast._storage.item_places import ItemPlaces, places_of
 from holdfast._storage.small_items import SMALL
 from holdfast._storage.small_reads import SmallTensors
-from holdfast.errors import InvalidPlanError, MetadataFormatError
+from holdfast.errors import InvalidPlanError
 from holdfast.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
@@ -152,14 +152,8 @@ def _no_such_chunk(index: MetadataIndex) -> InvalidPlanError:
     return InvalidPlanError(f"{index.fqn}: the checkpoint has no chunk at {index.offset}", key=index.fqn)
 
 
-def chunk_of(
-    info: StorageInfo, index: MetadataIndex, metadata: Metadata
-) -> tuple[tuple[int, ...], torch.dtype]:
-    """The shape and dtype of a stored chunk.
-
-    Raises:
-        MetadataFormatError: What is stored is not as large as the chunk that is described.
-    """
+def chunk_of(index: MetadataIndex, metadata: Metadata) -> tuple[torch.Size, torch.dtype]:
+    """The shape and dtype of a stored chunk."""
     entry = metadata.state_dict_metadata[index.fqn]
     assert isinstance(entry, TensorStorageMetadata)
     chunks, hint = entry.chunks, index.index
@@ -168,14 +162,4 @@ def chunk_of(
         box = next((c for c in chunks if index.offset is None or c.offsets == index.offset), None)
     if box is None:
         raise _no_such_chunk(index)
-    dtype = entry.properties.dtype
-    nbytes = box.sizes.numel() * dtype.itemsize
-    if info.is_located and not info.transform_descriptors and info.payload_nbytes != nbytes:
-        raise MetadataFormatError(
-            f"{index.fqn}: a chunk of shape {tuple(box.sizes)} of {dtype} takes {nbytes} bytes, "
-            f"but the metadata has {info.payload_nbytes}",
-            key=index.fqn,
-            expected=nbytes,
-            found=info.payload_nbytes,
-        )
-    return box.sizes, dtype
+    return box.sizes, entry.properties.dtype

@@ -207,7 +207,7 @@ def _tensor_jobs(
     for info, item in request.lines:
         if item.type == LoadItemType.BYTE_IO:
             continue
-        shape, dtype = chunk_of(info, item.storage_index, metadata)
+        shape, dtype = chunk_of(item.storage_index, metadata)
         target = Destination(context.calls, item, dtype)
         if is_small(info, shape, item):
             small.append((info, target))

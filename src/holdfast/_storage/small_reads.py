@@ -24,7 +24,7 @@ from holdfast.planner import ReadItem
 
 def is_small(info: StorageInfo, shape: Sequence[int], item: ReadItem) -> bool:
     """Whether an item is read with its neighbours: raw, at most one block, and wanted whole."""
-    return 0 <= info.payload_nbytes < SMALL and not info.transform_descriptors and item.lengths == shape
+    return info.is_raw and info.payload_nbytes < SMALL and item.lengths == shape
 
 
 @dataclass(frozen=True)
