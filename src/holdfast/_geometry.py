@@ -83,6 +83,27 @@ def intersect(a: Box, b: Box) -> Box | None:
     return Box(starts, lengths) if all(length > 0 for length in lengths) else None
 
 
+def row_major_boxes(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
+    """A box in parts of at most ``limit`` bytes, which follow each other in row-major order."""
+    offsets, lengths = box
+    cut = next((d for d, length in enumerate(lengths) if length > 1), None)
+    if cut is None or volume(lengths) * itemsize <= limit:
+        yield box
+        return
+    row = volume(lengths[cut + 1 :]) * itemsize
+    rows = max(1, limit // row)
+    for start in range(0, lengths[cut], rows):
+        count = min(rows, lengths[cut] - start)
+        part = Box(
+            (*offsets[:cut], offsets[cut] + start, *offsets[cut + 1 :]),
+            (*lengths[:cut], count, *lengths[cut + 1 :]),
+        )
+        if row > limit:
+            yield from row_major_boxes(part, itemsize, limit)
+        else:
+            yield part
+
+
 @dataclass(frozen=True)
 class CoverProblem:
     """One way in which boxes fail to cover a shape exactly once; ``str`` says it in words.

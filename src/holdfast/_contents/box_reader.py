@@ -1,18 +1,18 @@
 """Owns which jobs read a box of a stored chunk: by ranges, through its transforms, or as torch wrote it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
+from operator import sub
 from typing import Any
 
 from holdfast._byte_ranges import SCRATCH, ranges_of
 from holdfast._contents.box_target import BoxTarget, StoredBox
-from holdfast._contents.inventory import Ints
 from holdfast._contents.item_bytes import ItemBytes, naming, new_memory, read_transformed, undo_transforms
 from holdfast._contents.ranges import RangeRead, ranges_for
 from holdfast._format.item_table import StorageInfo
 from holdfast._format.torch_item import tensor_item
 from holdfast._format.torch_item_reader import TensorLayout, read_item_layout
-from holdfast._geometry import volume
+from holdfast._geometry import Box, intersect, row_major_boxes, volume
 from holdfast._io.blocks import BLOCK_SIZE, crc32
 from holdfast.errors import ChecksumError, IntegrityError, MetadataFormatError
 
@@ -115,43 +115,22 @@ def _read_transformed(item: ItemBytes, stored: StoredBox) -> None:
 
 def _put_rows(item: ItemBytes, stream: Any, stored: StoredBox) -> int:
     """Keep what the box needs of each group of rows; the checksum of all of them."""
-    groups = [lengths for lengths in _row_groups(stored) if 0 not in lengths]
-    largest = volume(groups[0]) * stored.itemsize if groups else 0
-    checksum, first = 0, 0
+    whole = Box((0,) * len(stored.shape), stored.shape)
+    groups = list(row_major_boxes(whole, stored.itemsize, _ROWS))
+    largest, checksum = volume(groups[0].lengths) * stored.itemsize, 0
     with item.context.budget.hold(largest):
         # Taken once: memory that is freed and taken again for each group stays with the thread's heap.
         scratch = new_memory(largest)
-        for lengths in groups:
-            rows = scratch[: volume(lengths) * stored.itemsize]
+        for group in groups:
+            rows = scratch[: volume(group.lengths) * stored.itemsize]
             checksum = _fill(item, stream, rows, checksum)
-            _put_part(stored, rows, first, lengths)
-            first += lengths[0] if lengths else 0
+            both = intersect(group, stored.box)
+            if both is not None:
+                at = tuple(map(sub, both.offsets, stored.box.offsets))
+                inside = map(sub, both.offsets, group.offsets)
+                first = sum(o * s for o, s in zip(inside, stored.strides, strict=True))
+                stored.target.put(at, both.lengths, rows, stored.strides, first)
     return checksum
-
-
-def _row_groups(stored: StoredBox) -> Iterator[Ints]:
-    """Shapes of groups of rows that together are the chunk, each of a few MiB."""
-    if not stored.shape:
-        yield ()
-        return
-    rows, *inner = stored.shape
-    step = max(1, _ROWS // max(1, volume(inner) * stored.itemsize))
-    for start in range(0, rows, step):
-        yield (min(step, rows - start), *inner)
-
-
-def _put_part(stored: StoredBox, rows: memoryview, first_row: int, lengths: Ints) -> None:
-    """Put the part of some rows of a chunk that is in the box."""
-    offsets, wanted, strides = *stored.box, stored.strides
-    if not lengths:
-        stored.target.put((), (), rows, (), 0)
-        return
-    begin, end = max(first_row, offsets[0]), min(first_row + lengths[0], offsets[0] + wanted[0])
-    if begin < end:
-        at = (begin - offsets[0], *(0 for _ in wanted[1:]))
-        inside = (begin - first_row, *offsets[1:])
-        first = sum(o * s for o, s in zip(inside, strides, strict=True))
-        stored.target.put(at, (end - begin, *wanted[1:]), rows, strides, first)
 
 
 def _fill(item: ItemBytes, stream: Any, view: memoryview, checksum: int = 0) -> int:

@@ -8,7 +8,7 @@ import torch
 
 from holdfast._conversion.selection import Entry, Selection
 from holdfast._conversion.sources import Source
-from holdfast._geometry import Box, volume
+from holdfast._geometry import Box, row_major_boxes, volume
 from holdfast._io.blocks import crc32
 from holdfast._io.progress import STRIDE, ProgressTracker
 from holdfast._tensors.host import memory_of
@@ -160,24 +160,3 @@ def _not_the_same(target: Source, key: str, what: str) -> IntegrityError:
         key=key,
         path=target.url,
     )
-
-
-def row_major_boxes(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
-    """A box in parts of at most ``limit`` bytes, which follow each other in row-major order."""
-    offsets, lengths = box
-    cut = next((d for d, length in enumerate(lengths) if length > 1), None)
-    if cut is None or volume(lengths) * itemsize <= limit:
-        yield box
-        return
-    row = volume(lengths[cut + 1 :]) * itemsize
-    rows = max(1, limit // row)
-    for start in range(0, lengths[cut], rows):
-        count = min(rows, lengths[cut] - start)
-        part = Box(
-            (*offsets[:cut], offsets[cut] + start, *offsets[cut + 1 :]),
-            (*lengths[:cut], count, *lengths[cut + 1 :]),
-        )
-        if row > limit:
-            yield from row_major_boxes(part, itemsize, limit)
-        else:
-            yield part
