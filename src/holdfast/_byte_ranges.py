@@ -1,9 +1,9 @@
-"""Owns which byte ranges of a stored row-major chunk a box of it needs."""
+"""Owns which byte ranges of a stored chunk a box of it needs."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from holdfast._geometry import reach_of, row_major_strides, volume
+from holdfast._geometry import is_row_major, outermost, reach_of, volume
 
 SCRATCH = 32 * 1024 * 1024
 """How much of a payload goes through memory of our own at once, where it cannot go straight to its place."""
@@ -43,7 +43,7 @@ class ByteRange(NamedTuple):
         lengths: How long it is in each dimension.
         start: The first byte of the payload that it needs.
         nbytes: How many bytes from there on hold it, with what lies between its rows.
-        is_run: Whether nothing lies between: the bytes are the piece.
+        is_run: Whether nothing lies between: the bytes are the piece, in row-major order.
         skipped: How many elements before the piece are read, too, because other ranks need them; None if it
             is read for this rank alone.
     """
@@ -57,24 +57,24 @@ class ByteRange(NamedTuple):
 
 
 def ranges_of(
-    chunk_shape: tuple[int, ...],
+    strides: tuple[int, ...],
     offsets: tuple[int, ...],
     lengths: tuple[int, ...],
     itemsize: int,
     *,
-    run_limit: int | None,
+    run_limit: int,
     block: int,
     only_runs: bool = False,
     thrift: Thrift = USUAL,
 ) -> Iterator[ByteRange]:
-    """Cut a box of a row-major chunk into pieces to be read.
+    """Cut a box of a stored chunk into pieces to be read, in the order of the file.
 
     Args:
-        chunk_shape: The shape of the stored chunk.
+        strides: Elements between neighbours along each dimension of the chunk.
         offsets: Where the box begins in the chunk.
         lengths: The box's lengths; an empty box has no ranges.
         itemsize: Bytes an element.
-        run_limit: The most bytes of a piece that is one run; None if such a piece needs no scratch memory.
+        run_limit: The most bytes of a piece that is one run.
         block: The unit in which bytes are checked, and so read, whatever is wanted of them; 0 if they are
             not.
         only_runs: Whether no piece may have anything between its rows.
@@ -82,17 +82,16 @@ def ranges_of(
     """
     if 0 in lengths:
         return
-    strides = row_major_strides(chunk_shape)
     todo = [((0,) * len(lengths), lengths)]
     while todo:
         at, size = todo.pop()
         first = sum((o + a) * s for o, a, s in zip(offsets, at, strides, strict=True))
         reach = reach_of(size, strides)
-        span, is_run = reach * itemsize, reach == volume(size)
-        if is_run and (run_limit is None or span <= run_limit):
+        span, is_run = reach * itemsize, reach == volume(size) and is_row_major(size, strides)
+        if is_run and span <= run_limit:
             yield ByteRange(at, size, first * itemsize, span, is_run=True)
             continue
-        dimension = next((d for d, n in enumerate(size) if n > 1), None)
+        dimension = outermost(size, strides)
         # If there is no whole block between two rows, all that lies between them is read to be checked.
         is_read = dimension is not None and strides[dimension] * itemsize <= block
         most = SCRATCH if is_read else max(int(thrift.waste * volume(size) * itemsize), thrift.always_fine)

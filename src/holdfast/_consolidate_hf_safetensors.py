@@ -24,7 +24,8 @@ from holdfast._hf_utils import (
     _get_dtype,
 )
 from holdfast._plan.global_plan import describe
-from holdfast._storage.safetensors_writing import ChunkPlace, deal
+from holdfast._storage.safetensors_writing import ChunkPlace
+from holdfast._storage.writing import deal_neighbours
 from holdfast.hf_storage import HuggingFaceStorageWriter
 from holdfast.metadata import Metadata, StorageMeta
 from holdfast.planner import SavePlan, WriteItem
@@ -121,7 +122,8 @@ class _JoiningPlanner(CopyPlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         items = [item for plan in all_plans for item in plan.items]
-        return describe([SavePlan(part) for part in deal(items, list(map(_nbytes, items)), len(all_plans))])
+        portions = deal_neighbours(items, list(map(_nbytes, items)), len(all_plans))
+        return describe(list(map(SavePlan, portions)))
 
 
 def _nbytes(item: WriteItem) -> int:

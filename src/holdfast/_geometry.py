@@ -45,6 +45,12 @@ def reach_of(lengths: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True))
 
 
+def outermost(lengths: Sequence[int], strides: Sequence[int]) -> int | None:
+    """The dimension of a strided box whose elements are the furthest apart; None if it is one element."""
+    long = [dimension for dimension, length in enumerate(lengths) if length > 1]
+    return max(long, key=lambda d: (lengths[d] - 1) * strides[d], default=None)
+
+
 def is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether elements that are ``strides`` apart lie in row-major order, without gaps."""
     # A dimension of one element may have any stride.
@@ -52,27 +58,6 @@ def is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
         length == 1 or stride == step
         for length, stride, step in zip(shape, strides, row_major_strides(shape), strict=True)
     )
-
-
-def row_major_boxes(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
-    """A box in parts of at most ``limit`` bytes, which follow each other in row-major order."""
-    offsets, lengths = box
-    cut = next((d for d, length in enumerate(lengths) if length > 1), None)
-    if cut is None or volume(lengths) * itemsize <= limit:
-        yield box
-        return
-    row = volume(lengths[cut + 1 :]) * itemsize
-    rows = max(1, limit // row)
-    for start in range(0, lengths[cut], rows):
-        count = min(rows, lengths[cut] - start)
-        part = Box(
-            (*offsets[:cut], offsets[cut] + start, *offsets[cut + 1 :]),
-            (*lengths[:cut], count, *lengths[cut + 1 :]),
-        )
-        if row > limit:
-            yield from row_major_boxes(part, itemsize, limit)
-        else:
-            yield part
 
 
 def contains(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> bool:
@@ -96,6 +81,27 @@ def intersect(a: Box, b: Box) -> Box | None:
         for a_start, a_length, b_start, b_length, start in zip(*a, *b, starts, strict=True)
     )
     return Box(starts, lengths) if all(length > 0 for length in lengths) else None
+
+
+def row_major_boxes(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
+    """A box in parts of at most ``limit`` bytes, which follow each other in row-major order."""
+    offsets, lengths = box
+    cut = next((d for d, length in enumerate(lengths) if length > 1), None)
+    if cut is None or volume(lengths) * itemsize <= limit:
+        yield box
+        return
+    row = volume(lengths[cut + 1 :]) * itemsize
+    rows = max(1, limit // row)
+    for start in range(0, lengths[cut], rows):
+        count = min(rows, lengths[cut] - start)
+        part = Box(
+            (*offsets[:cut], offsets[cut] + start, *offsets[cut + 1 :]),
+            (*lengths[:cut], count, *lengths[cut + 1 :]),
+        )
+        if row > limit:
+            yield from row_major_boxes(part, itemsize, limit)
+        else:
+            yield part
 
 
 @dataclass(frozen=True)

@@ -515,6 +515,18 @@ def test_a_thousand_stacked_transforms_are_refused(tmp_path: Path) -> None:
         load(tmp_path, small_state(99))
 
 
+def test_a_thousand_stacked_transforms_of_torch_are_reported_by_verify(tmp_path: Path) -> None:
+    stock_save({"w": torch.zeros(3)}, checkpoint_id=tmp_path)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    for item in metadata.storage_data.values():
+        item.transform_descriptors = ["stream.zstd/1"] * 1000
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with hf.open(tmp_path) as view:
+        found = view.verify()
+    assert not found.ok
+    assert "1000 transforms" in str(found)
+
+
 def test_an_array_in_place_of_a_manifest_is_refused(tmp_path: Path) -> None:
     hf.save(small_state(1), checkpoint_id=tmp_path)
     for data in (b"", b"\xc1", b"\x90", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\x91" * 100_000):

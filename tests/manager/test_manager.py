@@ -224,6 +224,16 @@ def test_checkpoints_of_stock_torch_count_and_other_folders_do_not(tmp_path: Pat
     assert folders(tmp_path) == ["logs", "step-6", "step-7"]
 
 
+def test_a_cut_file_of_stock_torch_costs_no_sound_step(tmp_path: Path) -> None:
+    for step in (4, 5):
+        stock_save(state_of(step), checkpoint_id=tmp_path / f"step-{step}")
+    cut = data_file(tmp_path / "step-5")
+    os.truncate(cut, cut.stat().st_size // 2)
+    with CheckpointManager(tmp_path, keep=Last(1)) as manager:
+        assert manager.prune() == []
+    assert folders(tmp_path) == ["step-4", "step-5"]
+
+
 def test_a_failed_deletion_does_not_end_pruning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = CheckpointManager(tmp_path)
     for step in (1, 2, 3):

@@ -1,20 +1,20 @@
 """Owns which jobs read a box of a stored chunk: by ranges, through its transforms, or as torch wrote it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
+from operator import sub
 from typing import Any
 
 from holdfast._byte_ranges import SCRATCH, ranges_of
-from holdfast._contents.box_target import BoxTarget, ReorderedTarget, StoredBox
-from holdfast._contents.inventory import Ints
+from holdfast._contents.box_target import BoxTarget, StoredBox
 from holdfast._contents.item_bytes import ItemBytes, naming, new_memory, read_transformed, undo_transforms
 from holdfast._contents.ranges import RangeRead, ranges_for
 from holdfast._format.item_table import StorageInfo
 from holdfast._format.torch_item import tensor_item
 from holdfast._format.torch_item_reader import TensorLayout, read_item_layout
-from holdfast._geometry import Box, is_row_major, row_major_strides, volume
+from holdfast._geometry import Box, intersect, row_major_boxes, volume
 from holdfast._io.blocks import BLOCK_SIZE, crc32
-from holdfast.errors import ChecksumError, IntegrityError
+from holdfast.errors import ChecksumError, IntegrityError, MetadataFormatError
 
 _STEP = 1 << 20
 _ROWS = 4 << 20
@@ -39,8 +39,17 @@ class RangeJob:
 
 
 def box_jobs(item: ItemBytes, stored: StoredBox) -> list[Callable[[], None]]:
-    """Jobs that together read one box of a stored chunk."""
+    """Jobs that together read one box of a stored chunk.
+
+    Raises:
+        MetadataFormatError: What is stored is not as large as the chunk that is described.
+    """
     target = stored.target
+    if item.info.is_raw and item.info.payload_nbytes != stored.nbytes:
+        found = item.info.payload_nbytes
+        what = f"has {found} bytes, and its tensor needs {stored.nbytes}"
+        with naming(target.key):
+            raise item.damaged(what, MetadataFormatError, expected=stored.nbytes, found=found)
     if item.info.transform_descriptors:
         return [partial(_carry_out, target, partial(_read_transformed, item, stored))]
     if not item.info.is_located:
@@ -62,28 +71,19 @@ def _read_torch_written(item: ItemBytes, stored: StoredBox) -> None:
     if layout is None:
         _put_loaded(item, stored, item.read_unchecked())
         return
-    order = _order_in_memory(layout)
-    if order is None:
-        with item.context.budget.hold(layout.payload_nbytes):
-            payload = new_memory(layout.payload_nbytes)
-            item.file.read_into(item.info.offset + layout.payload_offset, payload)
-            _put_payload(item, stored, layout, payload)
-        return
     start = layout.payload_offset + layout.storage_offset * stored.itemsize
-    if order != sorted(order):
-        # A transposed or channels-last tensor is a row-major one with its dimensions in another order.
-        shape, *box = (tuple(sizes[d] for d in order) for sizes in (stored.shape, *stored.box))
-        stored = stored._replace(shape=shape, box=Box(*box), target=ReorderedTarget(stored.target, order))
     info = StorageInfo(item.info.relative_path, item.info.offset, item.info.length, None, start)
-    inner, stored = ItemBytes(item.context, item.file, info), stored._replace(info=info)
+    inner = ItemBytes(item.context, item.file, info)
+    stored = stored._replace(info=info, strides=layout.strides)
     # Part of a payload cannot be checked: torch keeps one checksum for the whole.
     is_whole = stored.box.lengths == stored.shape and stored.nbytes == layout.payload_nbytes
     # What is checked is still in cache then.
-    limit, found = BLOCK_SIZE if is_whole else SCRATCH, 0
-    for piece in ranges_of(stored.shape, *stored.box, stored.itemsize, run_limit=limit, block=0):
+    limit, found, end = BLOCK_SIZE if is_whole else SCRATCH, 0, 0
+    for piece in ranges_of(stored.strides, *stored.box, stored.itemsize, run_limit=limit, block=0):
         item.context.cancellation.check()
         found = RangeRead(inner, stored, piece).deliver(found if is_whole else None)
-    if is_whole:
+        is_whole, end = is_whole and piece.start == end, piece.start + piece.nbytes
+    if is_whole and end == layout.payload_nbytes:
         _check(item, layout, found)
 
 
@@ -115,43 +115,22 @@ def _read_transformed(item: ItemBytes, stored: StoredBox) -> None:
 
 def _put_rows(item: ItemBytes, stream: Any, stored: StoredBox) -> int:
     """Keep what the box needs of each group of rows; the checksum of all of them."""
-    groups = [lengths for lengths in _row_groups(stored) if 0 not in lengths]
-    largest = volume(groups[0]) * stored.itemsize if groups else 0
-    checksum, first = 0, 0
+    whole = Box((0,) * len(stored.shape), stored.shape)
+    groups = list(row_major_boxes(whole, stored.itemsize, _ROWS))
+    largest, checksum = volume(groups[0].lengths) * stored.itemsize, 0
     with item.context.budget.hold(largest):
         # Taken once: memory that is freed and taken again for each group stays with the thread's heap.
         scratch = new_memory(largest)
-        for lengths in groups:
-            rows = scratch[: volume(lengths) * stored.itemsize]
+        for group in groups:
+            rows = scratch[: volume(group.lengths) * stored.itemsize]
             checksum = _fill(item, stream, rows, checksum)
-            _put_part(stored, rows, first, lengths)
-            first += lengths[0] if lengths else 0
+            both = intersect(group, stored.box)
+            if both is not None:
+                at = tuple(map(sub, both.offsets, stored.box.offsets))
+                inside = map(sub, both.offsets, group.offsets)
+                first = sum(o * s for o, s in zip(inside, stored.strides, strict=True))
+                stored.target.put(at, both.lengths, rows, stored.strides, first)
     return checksum
-
-
-def _row_groups(stored: StoredBox) -> Iterator[Ints]:
-    """Shapes of groups of rows that together are the chunk, each of a few MiB."""
-    if not stored.shape:
-        yield ()
-        return
-    rows, *inner = stored.shape
-    step = max(1, _ROWS // max(1, volume(inner) * stored.itemsize))
-    for start in range(0, rows, step):
-        yield (min(step, rows - start), *inner)
-
-
-def _put_part(stored: StoredBox, rows: memoryview, first_row: int, lengths: Ints) -> None:
-    """Put the part of some rows of a chunk that is in the box."""
-    offsets, wanted, strides = *stored.box, row_major_strides(stored.shape)
-    if not lengths:
-        stored.target.put((), (), rows, (), 0)
-        return
-    begin, end = max(first_row, offsets[0]), min(first_row + lengths[0], offsets[0] + wanted[0])
-    if begin < end:
-        at = (begin - offsets[0], *(0 for _ in wanted[1:]))
-        inside = (begin - first_row, *offsets[1:])
-        first = sum(o * s for o, s in zip(inside, strides, strict=True))
-        stored.target.put(at, (end - begin, *wanted[1:]), rows, strides, first)
 
 
 def _fill(item: ItemBytes, stream: Any, view: memoryview, checksum: int = 0) -> int:
@@ -194,17 +173,6 @@ def _layout_of(
     return layout if layout.byteorder == "little" and not layout.conj and not layout.neg else None
 
 
-def _order_in_memory(layout: TensorLayout) -> list[int] | None:
-    """The dimensions from the outermost to the innermost in memory; None if elements have gaps or doubles."""
-    shape, strides = layout.shape, layout.strides
-    plain = list(range(len(shape)))
-    if is_row_major(shape, strides):
-        return plain
-    # A dimension of one element may have any stride; where it stands makes no difference.
-    order = sorted(plain, key=lambda d: (-strides[d] if shape[d] > 1 else 0, d))
-    return order if is_row_major([shape[d] for d in order], [strides[d] for d in order]) else None
-
-
 def _put_payload(item: ItemBytes, stored: StoredBox, layout: TensorLayout, payload: memoryview) -> None:
     _check(item, layout, crc32(payload))
     offsets, lengths = stored.box
@@ -215,9 +183,8 @@ def _put_payload(item: ItemBytes, stored: StoredBox, layout: TensorLayout, paylo
 
 def _check(item: ItemBytes, layout: TensorLayout, found: int) -> None:
     if item.context.verify and layout.crc32 is not None and found != layout.crc32:
-        what = (
-            f"has at {item.info.offset + layout.payload_offset} other bytes of its tensor than were written"
-        )
+        place = item.info.offset + layout.payload_offset
+        what = f"has at {place} other bytes of its tensor than were written"
         raise item.damaged(what, ChecksumError, expected=layout.crc32, found=found)
 
 

@@ -1,6 +1,6 @@
 """Owns the interface of what a box of a stored chunk is read into, whatever memory that is."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from holdfast._contents.inventory import Ints
 from holdfast._format.dtypes import DTYPES
@@ -65,6 +65,7 @@ class StoredBox(NamedTuple):
     Attributes:
         info: Where the chunk lies.
         shape: The shape of the chunk.
+        strides: Elements between its neighbours along each dimension, as it is stored.
         dtype: The name of its dtype.
         box: The box, in the chunk.
         target: Where it goes.
@@ -72,6 +73,7 @@ class StoredBox(NamedTuple):
 
     info: StorageInfo
     shape: Ints
+    strides: Ints
     dtype: str
     box: Box
     target: BoxTarget
@@ -85,31 +87,3 @@ class StoredBox(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of the whole chunk."""
         return volume(self.shape) * self.itemsize
-
-
-class ReorderedTarget(BoxTarget):
-    """A box that is seen with its dimensions in another order.
-
-    Args:
-        inner: The box.
-        order: The dimensions of ``inner`` as they are seen.
-    """
-
-    def __init__(self, inner: BoxTarget, order: list[int]) -> None:
-        self.key = inner.key
-        self.lengths = tuple(inner.lengths[d] for d in order)
-        self._inner = inner
-        self._back = [order.index(d) for d in range(len(order))]
-
-    def memory(self) -> None:
-        """None: in this order it is not row-major."""
-
-    def put(self, offsets: Ints, lengths: Ints, content: memoryview, strides: Ints, first: int) -> None:
-        """Fill a part; see ``BoxTarget``."""
-        there: Any = (tuple(sizes[d] for d in self._back) for sizes in (offsets, lengths, strides))
-        offsets, lengths, strides = there
-        self._inner.put(offsets, lengths, content, strides, first)
-
-    def touch(self) -> None:
-        """Note that the box is about to be changed."""
-        self._inner.touch()

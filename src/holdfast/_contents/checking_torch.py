@@ -9,6 +9,7 @@ from typing import IO, Any
 
 from holdfast._contents.checking import CheckedFile, KeyedItem
 from holdfast._contents.findings import Findings
+from holdfast._contents.item_bytes import LARGEST_UNDECLARED, transforms_of
 from holdfast._format.dtypes import DTYPES
 from holdfast._format.item_table import StorageInfo
 from holdfast._format.torch_item_reader import read_item_layout
@@ -18,7 +19,7 @@ from holdfast._human_units import shape_text
 from holdfast._io.blocks import crc32
 from holdfast._io.file_access import FileReader
 from holdfast.errors import ChecksumError, ExtensionError, IntegrityError
-from holdfast.extension import ExtensionRegistry, StreamTransformExtension
+from holdfast.extension import ExtensionRegistry
 
 LIMITS = (
     "torch keeps one CRC-32 for each record of an item and none for the metadata, for the headers between "
@@ -30,8 +31,6 @@ _PIECE = 1 << 20
 _BATCH = 8 << 20
 # Inflated items up to this size are checked in memory, larger ones in a temporary file.
 _IN_MEMORY = 32 << 20
-# torch does not record how large an object is behind its transforms.
-_LARGEST_UNDECLARED = 4 << 30
 
 
 ReadAt = Callable[[int, int], bytes]
@@ -165,16 +164,15 @@ def _check_layout(read_at: ReadAt, nbytes: int, stored: KeyedItem, path: str) ->
 
 def _check_transformed(read_at: ReadAt, stored: KeyedItem, report: Findings, path: str) -> None:
     item = stored.item
-    descriptors = item.transform_descriptors or ()
     try:
-        extensions = ExtensionRegistry().from_descriptor_list(descriptors)
+        transforms = transforms_of(item, ExtensionRegistry(), path=path)
     except ExtensionError:
-        report.leave_unchecked(f"behind {', '.join(descriptors)}, which cannot be undone here")
+        names = ", ".join(item.transform_descriptors or ())
+        report.leave_unchecked(f"behind {names}, which cannot be undone here")
         return
     stream: Any = io.BufferedReader(_RangeFile(read_at, item.length), _PIECE)
-    for extension in extensions:
-        if isinstance(extension, StreamTransformExtension):
-            stream = extension.transform_from(stream)
+    for transform in transforms:
+        stream = transform.transform_from(stream)
     limit = _limit_of(stored)
     with tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY) as inflated:
         while piece := stream.read(_PIECE):
@@ -187,7 +185,7 @@ def _check_transformed(read_at: ReadAt, stored: KeyedItem, report: Findings, pat
 def _limit_of(stored: KeyedItem) -> int:
     """The most bytes that there may be behind the transforms of an item."""
     if stored.chunk is None or stored.dtype not in DTYPES:
-        return _LARGEST_UNDECLARED
+        return LARGEST_UNDECLARED
     # The container of a tensor is little more than its elements.
     return volume(stored.chunk.lengths) * DTYPES[stored.dtype].itemsize + _PIECE
 

@@ -19,7 +19,7 @@ from holdfast.extension import ExtensionRegistry, StreamTransformExtension
 _STEP = 1 << 20
 _MOST_TRANSFORMS = 32
 # What torch wrote does not say how large an object is behind its transforms.
-_LARGEST_UNDECLARED = 4 << 30
+LARGEST_UNDECLARED = 4 << 30
 
 
 class ItemFile(Protocol):
@@ -140,17 +140,33 @@ class _Stream(io.RawIOBase):
 def undo_transforms(reader: ItemBytes) -> Any:
     """The item's container as a stream."""
     stream: Any = reader.stream()
-    descriptors = list(reader.info.transform_descriptors or ())
-    if len(descriptors) > _MOST_TRANSFORMS:
-        what = f"has {len(descriptors)} transforms; more than {_MOST_TRANSFORMS} are not undone"
-        raise reader.damaged(what, MetadataFormatError, found=len(descriptors))
-    for extension in reader.context.registry.from_descriptor_list(descriptors):
-        # Those of a registry of torch's are of torch's class, and do the same.
-        stream = cast("StreamTransformExtension", extension).transform_from(stream)
+    for transform in transforms_of(reader.info, reader.context.registry, path=reader.file.path):
+        stream = transform.transform_from(stream)
     return stream
 
 
-def read_transformed(reader: ItemBytes, *, limit: int = _LARGEST_UNDECLARED) -> bytes:
+def transforms_of(
+    info: StorageInfo, registry: ExtensionRegistry, *, path: str
+) -> list[StreamTransformExtension]:
+    """What an item went through, in the order in which a reader undoes it.
+
+    Raises:
+        MetadataFormatError: There are too many.
+        ExtensionError: One is not known.
+    """
+    descriptors = list(info.transform_descriptors or ())
+    if len(descriptors) > _MOST_TRANSFORMS:
+        raise MetadataFormatError(
+            f"{path}: the item at {info.offset} has {len(descriptors)} transforms; more than "
+            f"{_MOST_TRANSFORMS} are not undone",
+            path=path,
+            found=len(descriptors),
+        )
+    # Those of a registry of torch's are of torch's class, and do the same.
+    return cast("list[StreamTransformExtension]", registry.from_descriptor_list(descriptors))
+
+
+def read_transformed(reader: ItemBytes, *, limit: int = LARGEST_UNDECLARED) -> bytes:
     """The whole container.
 
     Raises:

@@ -10,7 +10,6 @@ from holdfast._contents.strips import StripRead, rows_of
 from holdfast._contents.whole_rows import WholeRows, is_read_whole, whole_rows
 from holdfast._format.description import ints
 from holdfast._format.item_table import Payload
-from holdfast._geometry import row_major_strides
 from holdfast._io.blocks import crc32
 from holdfast._io.copying import copy_bytes
 
@@ -25,14 +24,14 @@ def ranges_for(item: ItemBytes, stored: StoredBox) -> Iterator[ByteRange]:
     block_size = stored.info.block_size
     if store.reads_whole_rows:
         if is_read_whole(shape, lengths, itemsize, store.traits.request_nbytes):
-            before = sum(o * s for o, s in zip(offsets, row_major_strides(shape), strict=True))
+            before = sum(o * s for o, s in zip(offsets, stored.strides, strict=True))
             at = (0,) * len(lengths)
             return iter([ByteRange(at, lengths, 0, stored.nbytes, is_run=False, skipped=before)])
         rows = whole_rows(shape, offsets, lengths, itemsize, block_size)
         if rows is not None:
             return _ranges_of_rows(stored, rows, is_checked=item.is_verified)
     block, thrift = block_size if item.is_verified else 0, item.context.thrift
-    return ranges_of(shape, offsets, lengths, itemsize, run_limit=_PIECE, block=block, thrift=thrift)
+    return ranges_of(stored.strides, offsets, lengths, itemsize, run_limit=_PIECE, block=block, thrift=thrift)
 
 
 def _ranges_of_rows(stored: StoredBox, rows: WholeRows, *, is_checked: bool) -> Iterator[ByteRange]:
@@ -40,11 +39,11 @@ def _ranges_of_rows(stored: StoredBox, rows: WholeRows, *, is_checked: bool) -> 
     offsets, lengths = stored.box
     columns, itemsize = rows.columns, stored.itemsize
     unit = stored.info.block_size if is_checked else 1
-    strides = row_major_strides(stored.shape)
+    strides = stored.strides
     before = sum(o * s for o, s in zip(offsets[columns:], strides[columns:], strict=True))
     # A row is shorter than SCRATCH, so that none is cut.
     runs = ranges_of(
-        stored.shape, rows.offsets, rows.lengths, itemsize, run_limit=SCRATCH, block=0, only_runs=True
+        stored.strides, rows.offsets, rows.lengths, itemsize, run_limit=SCRATCH, block=0, only_runs=True
     )
     for run in runs:
         start = run.start - run.start % unit
@@ -99,7 +98,7 @@ class RangeRead(NamedTuple):
             self._put(content)
 
     def _put(self, content: memoryview) -> None:
-        piece, strides = self.range, row_major_strides(self.stored.shape)
+        piece, strides = self.range, self.stored.strides
         self.stored.target.put(piece.offsets, piece.lengths, content, strides, piece.skipped or 0)
 
     def _own_memory(self) -> memoryview | None:

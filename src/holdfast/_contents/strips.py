@@ -5,7 +5,7 @@ from typing import NamedTuple
 from holdfast._byte_ranges import ByteRange
 from holdfast._contents.box_target import StoredBox
 from holdfast._contents.item_bytes import ItemBytes
-from holdfast._geometry import row_major_strides
+from holdfast._geometry import outermost
 from holdfast._io.local_buffers import BUFFER_NBYTES, borrow, give_back
 
 _STRIP = 4 << 20
@@ -20,7 +20,7 @@ class StoredRows(NamedTuple):
     """A piece of a box as equal rows of a payload, cut along one dimension.
 
     Attributes:
-        dimension: The first dimension in which the piece is longer than one.
+        dimension: The dimension that it is cut along.
         total: How many rows there are.
         start: Where in the payload the first one begins.
         stride: How many bytes lie between the beginnings of two rows.
@@ -45,10 +45,10 @@ class StoredRows(NamedTuple):
 def rows_of(stored: StoredBox, piece: ByteRange) -> StoredRows | None:
     """A piece as rows; None if they do not fit."""
     lengths, start, nbytes = piece.lengths, piece.start, piece.nbytes
-    dimension = next((d for d, length in enumerate(lengths) if length > 1), None)
+    dimension = outermost(lengths, stored.strides)
     if dimension is None:
         return None
-    count, stride = lengths[dimension], row_major_strides(stored.shape)[dimension] * stored.itemsize
+    count, stride = lengths[dimension], stored.strides[dimension] * stored.itemsize
     block = stored.info.block_size if stored.info.is_checked else 0
     # A strip is at least a block, and what is left of the row before comes on top.
     if nbytes <= _SMALL or block % stored.itemsize or max(_STRIP, block) + stride > BUFFER_NBYTES:
@@ -116,5 +116,4 @@ class StripRead(NamedTuple):
         lengths, offsets = list(self.piece.lengths), list(self.piece.offsets)
         lengths[dimension] = stop - first
         offsets[dimension] += first
-        strides = row_major_strides(self.stored.shape)
-        self.stored.target.put(tuple(offsets), tuple(lengths), content, strides, 0)
+        self.stored.target.put(tuple(offsets), tuple(lengths), content, self.stored.strides, 0)

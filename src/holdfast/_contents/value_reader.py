@@ -17,7 +17,7 @@ from holdfast._io import pool
 from holdfast._io.file_access import FileReader
 from holdfast._io.pool import Budget, Cancellation
 from holdfast._io.store import FileSource
-from holdfast.errors import CheckpointNotFoundError, IncompleteCheckpointError, MetadataFormatError
+from holdfast.errors import CheckpointNotFoundError, IncompleteCheckpointError
 from holdfast.extension import ExtensionRegistry
 
 _BUDGET = 256 << 20
@@ -71,12 +71,7 @@ class TensorPart:
 
     def jobs(self, rules: ItemRules, file: ItemFile) -> list[Job]:
         """What reads it; see ``Part``."""
-        item, nbytes = ItemBytes(rules, file, self.info), self.stored.nbytes
-        is_raw = self.info.is_located and not self.info.transform_descriptors
-        if is_raw and self.info.payload_nbytes != nbytes:
-            what = f"has {self.info.payload_nbytes} bytes, and its tensor needs {nbytes}"
-            raise item.damaged(what, MetadataFormatError, key=self.stored.target.key)
-        return box_jobs(item, self.stored)
+        return box_jobs(ItemBytes(rules, file, self.info), self.stored)
 
 
 class ValueReader:

@@ -89,7 +89,7 @@ class EntryStream:
         if not volume(box.lengths):
             return iter([box])
         item = self.source.first_item(entry.key)
-        limit = PIECE if item.is_located and not item.transform_descriptors else LARGE_PIECE
+        limit = PIECE if item.is_raw else LARGE_PIECE
         itemsize = max(stored.properties.dtype.itemsize, entry.dtype.itemsize)
         return row_major_boxes(box, itemsize, limit)
 

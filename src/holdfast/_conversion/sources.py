@@ -14,10 +14,11 @@ from holdfast._format import metadata_file
 from holdfast._format.item_table import StorageInfo
 from holdfast._format.metadata_file import LARGEST_METADATA
 from holdfast._format.names import METADATA
-from holdfast._geometry import Box, intersect
+from holdfast._geometry import Box
 from holdfast._io.places import local_path, open_file_place, open_place
 from holdfast._io.progress import ProgressTracker
 from holdfast._io.store import FileSource
+from holdfast._storage.box_plan import BoxPlanner
 from holdfast._storage.item_places import places_of
 from holdfast._storage.metadata_reading import load_metadata
 from holdfast._storage.reading import read_items
@@ -28,7 +29,7 @@ from holdfast._torch_save_checkpoint import TorchSaveCheckpoint
 from holdfast.errors import CheckpointNotFoundError, MetadataFormatError, UsageError
 from holdfast.extension import ExtensionRegistry
 from holdfast.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from holdfast.planner import LoadItemType, LoadPlan, ReadItem
 
 Format: TypeAlias = Literal["holdfast", "torch", "torch_save", "safetensors"]
 """What a checkpoint can be: ours, torch's, one file of ``torch.save``, safetensors files."""
@@ -67,28 +68,23 @@ class Source:
 
     def read_boxes(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
         """The elements of boxes of tensors, checked where there are checksums; small neighbours together."""
-        tensors, lines = list[torch.Tensor](), list[ReadItem]()
-        for number, (key, box) in enumerate(wanted):
-            entry = self.tensor(key)
-            assert entry is not None
-            tensors.append(torch.empty(box.lengths, dtype=entry.properties.dtype))
-            lines += _lines(number, key, entry, box)
-        if lines:
-            self._read(LoadPlan(lines), _Receiver(tensors))
-        return tensors
+        planner = BoxPlanner(self.metadata, wanted)
+        if planner.plan.items:
+            self._read(planner.plan, planner)
+        return planner.tensors
 
     def read_object(self, key: str) -> io.BytesIO:
         """A value that is not a tensor, as it is stored: the stream that ``decode_object`` takes."""
-        index, receiver, none = MetadataIndex(key), _Receiver(), torch.Size([])
-        self._read(LoadPlan([ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none)]), receiver)
-        assert receiver.stream is not None
-        return receiver.stream
+        index, planner, none = MetadataIndex(key), BoxPlanner(self.metadata), torch.Size([])
+        self._read(LoadPlan([ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none)]), planner)
+        assert planner.stream is not None
+        return planner.stream
 
-    def _read(self, plan: LoadPlan, receiver: "_Receiver") -> None:
+    def _read(self, plan: LoadPlan, planner: BoxPlanner) -> None:
         read_items(
             self.store,
             plan,
-            receiver,
+            planner,
             self.metadata,
             registry=ExtensionRegistry(),
             threads=min(len(plan.items), self.store.traits.requests_in_flight),
@@ -96,53 +92,6 @@ class Source:
             verify=True,
             progress=ProgressTracker(),
         )
-
-
-def _lines(number: int, key: str, entry: TensorStorageMetadata, box: Box) -> "list[ReadItem]":
-    """What to read of which stored chunks to fill the box of a number."""
-    lines = []
-    for place, chunk in enumerate(entry.chunks):
-        common = intersect(box, Box(tuple(chunk.offsets), tuple(chunk.sizes)))
-        if common is None or 0 in common.lengths:
-            continue
-
-        def inside(start: Sequence[int], at: Sequence[int] = common.offsets) -> torch.Size:
-            return torch.Size([o - s for o, s in zip(at, start, strict=True)])
-
-        lines.append(
-            ReadItem(
-                LoadItemType.TENSOR,
-                MetadataIndex(key, None, number),
-                inside(box.offsets),
-                MetadataIndex(key, chunk.offsets, place),
-                inside(chunk.offsets),
-                torch.Size(common.lengths),
-            )
-        )
-    return lines
-
-
-class _Receiver(LoadPlanner):
-    """Takes tensors by the numbers of their boxes, or one value."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
-        self._tensors = tensors
-        self.stream: io.BytesIO | None = None
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        assert read_item.dest_index.index is not None
-        part = self._tensors[read_item.dest_index.index]
-        for dimension, (start, length) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
-            part = part.narrow(dimension, start, length)
-        return part
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        pass
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:  # noqa: ARG002 - there is one
-        self.stream = value
 
 
 def open_source(

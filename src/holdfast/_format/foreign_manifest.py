@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast._format import metadata_file
-from holdfast._format.description import OBJECT, TENSOR, column, concatenated, numbered
+from holdfast._format.description import OBJECT, TENSOR, column, concatenated, ints, numbered
 from holdfast._format.item_table import COLUMNS, default_number
-from holdfast._format.manifest import Manifest
+from holdfast._format.manifest import Manifest, file_sizes_in
+from holdfast._format.torch_pickle import read_torch_metadata
 from holdfast._format.torch_pickle_records import TorchMetadata, TorchObject, TorchStorage, TorchTensor
 from holdfast.errors import MetadataFormatError
 
@@ -68,6 +69,23 @@ def foreign_manifest(
         **items,
         **{**usual, **facts},
     )
+
+
+def data_files_in(data: bytes | bytearray, *, path: str) -> dict[str, int]:
+    """The data files that a metadata file names, each with the bytes that it must have at least.
+
+    Of a file of ours nothing else is looked at.
+
+    Raises:
+        IntegrityError: It is damaged, of a newer version, or unsafe.
+    """
+    sections = metadata_file.split(data, path=path)
+    if sections.manifest is not None:
+        return file_sizes_in(sections.manifest, path=path)
+    manifest = manifest_of_torch(read_torch_metadata(sections.pickle, path=path), path=path)
+    sizes = zip(manifest.file_names, ints(manifest.file_nbytes, "q"), strict=True)
+    # A chunk that torch's metadata names no place for has no file.
+    return {name: nbytes for name, nbytes in sizes if name}
 
 
 def manifest_of_torch(stored: TorchMetadata, *, path: str) -> Manifest:

@@ -112,6 +112,11 @@ class StorageInfo:
         return self.payload_nbytes >= 0
 
     @property
+    def is_raw(self) -> bool:
+        """Whether the payload of a tensor is known to be its elements, row-major."""
+        return self.is_located and not self.transform_descriptors
+
+    @property
     def is_checked(self) -> bool:
         """Whether checksums are known: False for what torch wrote, and for safetensors files of others."""
         return self.payload_nbytes == 0 or bool(self.checksums)

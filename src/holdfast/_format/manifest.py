@@ -189,15 +189,6 @@ def decode(data: bytes | memoryview, *, path: str) -> Manifest:
     return manifest
 
 
-def file_names_in(data: bytes | memoryview, *, path: str) -> list[str]:
-    """The names of the data files that a manifest speaks of, without a look at anything else in it.
-
-    Raises:
-        MetadataFormatError: It is damaged, or of a newer major version.
-    """
-    return _check_version(data, path).file_names
-
-
 def file_sizes_in(data: bytes | memoryview, *, path: str) -> dict[str, int]:
     """The data files that a manifest speaks of, each with the bytes that it must have at least.
 

@@ -10,11 +10,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from holdfast._format.foreign_manifest import manifest_of_torch
-from holdfast._format.manifest import file_sizes_in
-from holdfast._format.metadata_file import LARGEST_METADATA, split
+from holdfast._format.foreign_manifest import data_files_in
+from holdfast._format.metadata_file import LARGEST_METADATA
 from holdfast._format.names import METADATA
-from holdfast._format.torch_pickle import read_torch_metadata
 from holdfast._io.store import ByteStore, FileSource
 from holdfast._steps.policies import KeepPolicy, policies_in, steps_to_delete, unknown_metric
 from holdfast._steps.root_files import damaged_name
@@ -155,12 +153,7 @@ def find_problem(place: FileSource) -> str | None:
     """
     path = f"{place.url}/{METADATA}"
     try:
-        sections = split(place.read(METADATA, max_bytes=LARGEST_METADATA), path=path)
-        if sections.manifest is not None:
-            expected: dict[str, int | None] = dict(file_sizes_in(sections.manifest, path=path))
-        else:
-            names = manifest_of_torch(read_torch_metadata(sections.pickle, path=path), path=path).file_names
-            expected = dict.fromkeys(names)
+        expected = data_files_in(place.read(METADATA, max_bytes=LARGEST_METADATA), path=path)
         if not expected or not place.can_list:
             return None
         there = place.list()
@@ -169,7 +162,7 @@ def find_problem(place: FileSource) -> str | None:
     for name, nbytes in expected.items():
         if name not in there:
             return f"{name} is missing"
-        if nbytes is not None and there[name] < nbytes:
+        if there[name] < nbytes:
             return f"{name} has {there[name]} bytes instead of {nbytes}"
     return None
 

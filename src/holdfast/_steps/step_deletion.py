@@ -7,8 +7,8 @@ names the files, so that a save into the same folder that has begun since loses 
 
 import json
 
-from holdfast._format.manifest import file_names_in
-from holdfast._format.metadata_file import LARGEST_METADATA, split
+from holdfast._format.foreign_manifest import data_files_in
+from holdfast._format.metadata_file import LARGEST_METADATA
 from holdfast._format.names import METADATA, metadata_rank, parse_data_file, save_of_lease
 from holdfast._io.living_leases import living_and_dead
 from holdfast._io.store import ByteStore
@@ -56,7 +56,9 @@ def finish_deletion(root: ByteStore, place: ByteStore, folder: str) -> None:
     if is_there:
         # Cut off before the commit file went, so that all stays; or saved again since. No other save has
         # files of the names that ours have.
-        doomed = {name for name in doomed - _named_files(place) if _belongs_to_one_save(name)}
+        metadata = place.read(METADATA, max_bytes=LARGEST_METADATA)
+        named = data_files_in(metadata, path=f"{place.url}/{METADATA}").keys()
+        doomed = {name for name in doomed - named if _belongs_to_one_save(name)}
     place.delete([name for name in sorted(doomed) if _is_from_before(place, name, began_ns)])
     gone = [mark]
     if not is_there:
@@ -75,10 +77,3 @@ def _is_from_before(place: ByteStore, name: str, began_ns: int | None) -> bool:
     if began_ns is None or _belongs_to_one_save(name) or save_of_lease(name):
         return True
     return (place.modified_ns(name) or 0) <= began_ns
-
-
-def _named_files(place: ByteStore) -> set[str]:
-    """The data files that the metadata of a folder names; none if torch wrote it."""
-    path = f"{place.url}/{METADATA}"
-    manifest = split(place.read(METADATA, max_bytes=LARGEST_METADATA), path=path).manifest
-    return set() if manifest is None else set(file_names_in(manifest, path=path))

@@ -8,8 +8,7 @@ data file stays, with a warning: it may be the checkpoint of somebody who has mo
 import logging
 from collections.abc import Iterable
 
-from holdfast._format import metadata_file
-from holdfast._format.manifest import file_names_in
+from holdfast._format.foreign_manifest import data_files_in
 from holdfast._format.metadata_file import LARGEST_METADATA
 from holdfast._format.names import (
     METADATA,
@@ -24,7 +23,6 @@ from holdfast._format.names import (
 from holdfast._human_units import some_of
 from holdfast._io.lease import Lease
 from holdfast._io.store import ByteStore
-from holdfast._storage.metadata_reading import load_metadata
 from holdfast.errors import CheckpointError, CheckpointNotFoundError
 
 logger = logging.getLogger(__name__)
@@ -89,13 +87,8 @@ def _files_named_by(store: ByteStore, name: str) -> set[str]:
     except OSError:
         # Once more: if it cannot be read, the files that it names stay for ever.
         data = store.read(name, max_bytes=LARGEST_METADATA)
-    manifest = metadata_file.split(data, path=name).manifest
-    if manifest is not None:
-        named = set(file_names_in(manifest, path=name))
-    else:
-        named = {place.relative_path for place in load_metadata(data, path=name).storage_data.values()}
     # Names in metadata come from strangers: only what is called like a data file is one.
-    return {file for file in named if parse_data_file(file)}
+    return {file for file in data_files_in(data, path=name) if parse_data_file(file)}
 
 
 def remove_dead(store: ByteStore, lease: Lease) -> None:

@@ -1,13 +1,16 @@
 """Owns how values that were read reach the planner: one call at a time, each destination once."""
 
 import threading
+from dataclasses import dataclass
 
 import torch
 
 from holdfast._contents.box_target import BoxTarget
 from holdfast._contents.inventory import Ints
+from holdfast._contents.item_bytes import ItemRules
 from holdfast._objects.torch_archive import load_tensor
 from holdfast._plan.dtype_fit import FLOAT4
+from holdfast._tensors.dtensors import narrowed
 from holdfast._tensors.host import elements_of, is_plain_memory, memory_of
 from holdfast.errors import InvalidPlanError
 from holdfast.planner import LoadPlanner, ReadItem
@@ -29,6 +32,17 @@ class PlannerCalls:
         self.planner = planner
         self.lock = threading.RLock()
         self.touched: list[str] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadContext(ItemRules):
+    """What all jobs of one load share.
+
+    Attributes:
+        calls: How the planner is called.
+    """
+
+    calls: PlannerCalls
 
 
 class TensorTarget(BoxTarget):
@@ -60,10 +74,8 @@ class TensorTarget(BoxTarget):
 
     def put(self, offsets: Ints, lengths: Ints, content: memoryview, strides: Ints, first: int) -> None:
         """Copy a part of the box into the tensor, casting and moving it as needed."""
-        part, target = elements_of(content, self.dtype, lengths, strides, first), self.target()
-        if part.shape != target.shape:
-            for dimension, (start, length) in enumerate(zip(offsets, lengths, strict=True)):
-                target = target.narrow(dimension, start, length)
+        part = elements_of(content, self.dtype, lengths, strides, first)
+        target = narrowed(self.target(), offsets, lengths)
         if part.dtype == target.dtype == FLOAT4:
             # Some versions of torch have this dtype, but no copy of it.
             target, part = target.view(torch.uint8), part.view(torch.uint8)
@@ -73,10 +85,8 @@ class TensorTarget(BoxTarget):
     def put_loaded(self, content: bytes, shape: Ints, at: Ints) -> None:
         """Let torch read a container under its weights-only rules; see ``BoxTarget``."""
         tensor, target = load_tensor(content, shape, self.dtype), self.target()
-        for dimension, (start, length) in enumerate(zip(at, target.shape, strict=True)):
-            tensor = tensor.narrow(dimension, start, length)
         self.touch()
-        target.copy_(tensor)
+        target.copy_(narrowed(tensor, at, target.shape))
 
 
 class Destination(TensorTarget):

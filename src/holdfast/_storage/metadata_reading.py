@@ -32,15 +32,23 @@ def load_metadata(data: bytes | bytearray, *, path: str, allow_pickle: bool = Fa
     else:
         manifest, version = decode(sections.manifest, path=path), VERSION
         planner_data = _planner_data(manifest, path, allow_pickle=allow_pickle)
-    entries = MetadataEntries(manifest, path=path)
-    places = StorageData(ItemPlaces(manifest, entries.directory))
-    meta = StorageMeta(manifest.checkpoint_id, manifest.save_id or None, None, list(manifest.modules))
-    metadata = Metadata(entries, planner_data, places, meta, version)
+    metadata = metadata_of_manifest(manifest, path, planner_data=planner_data)
+    metadata.version = version
     if manifest.record is not None:
         metadata.record = open_record(manifest.record, manifest.checkpoint_id or "")
     if manifest.user_metadata:
         metadata.user_metadata = decode_user_metadata(manifest.user_metadata, path=path)
     return metadata
+
+
+def metadata_of_manifest(
+    manifest: Manifest, path: str, *, planner_data: Any = None, kind: type[ItemPlaces] = ItemPlaces
+) -> Metadata:
+    """The metadata of a checkpoint that a manifest describes; ``path`` is what it was read from."""
+    entries = MetadataEntries(manifest, path=path)
+    places = StorageData(kind(manifest, entries.directory))
+    meta = StorageMeta(manifest.checkpoint_id, manifest.save_id or None, None, list(manifest.modules))
+    return Metadata(entries, planner_data, places, meta, VERSION)
 
 
 def _planner_data(manifest: Manifest, path: str, *, allow_pickle: bool) -> Any:

@@ -10,8 +10,8 @@ from holdfast._contents.object_bytes import read_object
 from holdfast._contents.read_window import ReadWindow, group_neighbours
 from holdfast._format.item_table import StorageInfo
 from holdfast._objects.object_streams import LoadedObject
+from holdfast._storage.destinations import ReadContext
 from holdfast._storage.open_files import SharedFile
-from holdfast._storage.read_context import ReadContext
 from holdfast.planner import ReadItem
 
 _Line = tuple[StorageInfo, ReadItem]

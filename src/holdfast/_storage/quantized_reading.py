@@ -5,15 +5,17 @@ pairs of 4-bit numbers in groups, each with an exponent of its own (MXFP4, gpt-o
 ``[..., groups, bytes]`` and ``_scales`` of shape ``[..., groups]`` stand for ``[..., groups * bytes * 2]``.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from holdfast._geometry import Box, row_major_boxes
+from holdfast._storage.box_plan import BoxPlanner
 from holdfast.errors import InvalidPlanError, UsageError
 from holdfast.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from holdfast.planner import LoadPlan, LoadPlanner
 
 STRIP = 8 << 20
 """How many numbers are made at once."""
@@ -77,7 +79,8 @@ class QuantizedTensor(NamedTuple):
 
     def read(self, offsets: Sequence[int], target: torch.Tensor, read: ReadRegions) -> None:
         """Fill ``target`` with the numbers from ``offsets`` on."""
-        for begin, lengths in _strips(target.shape):
+        whole = Box((0,) * target.dim(), tuple(target.shape))
+        for begin, lengths in row_major_boxes(whole, 1, STRIP):
             region = [at + start for at, start in zip(offsets, begin, strict=True)], lengths
             numbers = self._groups(region, read) if self.key.endswith(_BLOCKS) else self._matrix(region, read)
             target[slices(begin, lengths)].copy_(numbers)
@@ -120,14 +123,12 @@ class RegionReader:
 
     def __call__(self, regions: dict[str, Region]) -> Sequence[torch.Tensor]:
         """The boxes."""
-        made = {
-            key: torch.empty(tuple(lengths), dtype=self.stored(key).properties.dtype)
-            for key, (_, lengths) in regions.items()
-        }
-        needed_by = next(iter(regions))
-        lines = [self._line(key, *region, needed_by) for key, region in regions.items()]
-        self.read(LoadPlan(lines), _IntoTensors(made))
-        return list(made.values())
+        for key, region in regions.items():
+            self._check(key, *region, needed_by=next(iter(regions)))
+        boxes = [(key, Box(*map(tuple, region))) for key, region in regions.items()]
+        planner = BoxPlanner(self.metadata, boxes)
+        self.read(planner.plan, planner)
+        return planner.tensors
 
     def stored(self, key: str) -> TensorStorageMetadata:
         """What the files have under a key."""
@@ -135,7 +136,7 @@ class RegionReader:
         assert isinstance(entry, TensorStorageMetadata)
         return entry
 
-    def _line(self, key: str, offsets: Sequence[int], lengths: Sequence[int], needed_by: str) -> ReadItem:
+    def _check(self, key: str, offsets: Sequence[int], lengths: Sequence[int], needed_by: str) -> None:
         stored = self.stored(key)
         if [chunk.sizes for chunk in stored.chunks] != [stored.size]:
             raise InvalidPlanError(f"{key}: quantised tensors must lie in one file each", key=key)
@@ -146,22 +147,6 @@ class RegionReader:
                 "needs. Is block_size the one that the model was quantised with?",
                 key=key,
             )
-        index, zeros = MetadataIndex(key, stored.chunks[0].offsets), torch.Size([0] * len(ends))
-        begin = torch.Size(offsets)
-        return ReadItem(LoadItemType.TENSOR, index, zeros, index, begin, torch.Size(lengths))
-
-
-class _IntoTensors(LoadPlanner):
-    """Hands out memory for whatever is read."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.tensors = tensors
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        return self.tensors[read_item.dest_index.fqn]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        pass
 
 
 def show_numbers(metadata: Metadata, scales: dict[str, str], dtype: torch.dtype) -> Metadata:
@@ -176,22 +161,3 @@ def show_numbers(metadata: Metadata, scales: dict[str, str], dtype: torch.dtype)
         entries[key] = TensorStorageMetadata(properties, size, [ChunkStorageMetadata(zeros, size)])
         places[MetadataIndex(key, zeros)] = places.pop(MetadataIndex(key, stored.chunks[0].offsets))
     return Metadata(entries, None, places, metadata.storage_meta, metadata.version)
-
-
-def _strips(lengths: Sequence[int]) -> Iterator[Region]:
-    """A box in pieces of about ``STRIP`` elements, which span all dimensions but the first ones."""
-    todo: list[Region] = [([0] * len(lengths), list(lengths))]
-    while todo:
-        begin, size = todo.pop()
-        cut = next((d for d, length in enumerate(size[:-1]) if length > 1), None)
-        if torch.Size(size).numel() <= STRIP or cut is None:
-            yield begin, size
-            continue
-        half = size[cut] // 2
-        todo.append(
-            (
-                [*begin[:cut], begin[cut] + half, *begin[cut + 1 :]],
-                [*size[:cut], size[cut] - half, *size[cut + 1 :]],
-            )
-        )
-        todo.append((begin, [*size[:cut], half, *size[cut + 1 :]]))

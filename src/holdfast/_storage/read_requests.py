@@ -10,10 +10,9 @@ from holdfast._plan.metadata_entries import dtypes_of
 from holdfast._plan.planner_values import own_values
 from holdfast._plan.read_columns import ReadBox, ReadColumns, read_columns_of
 from holdfast._storage.item_places import ItemPlaces, places_of
-from holdfast._storage.read_context import Chunk
 from holdfast._storage.small_items import SMALL
 from holdfast._storage.small_reads import SmallTensors
-from holdfast.errors import InvalidPlanError, MetadataFormatError
+from holdfast.errors import InvalidPlanError
 from holdfast.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
@@ -153,12 +152,8 @@ def _no_such_chunk(index: MetadataIndex) -> InvalidPlanError:
     return InvalidPlanError(f"{index.fqn}: the checkpoint has no chunk at {index.offset}", key=index.fqn)
 
 
-def chunk_of(info: StorageInfo, index: MetadataIndex, metadata: Metadata) -> Chunk:
-    """What a stored chunk is.
-
-    Raises:
-        MetadataFormatError: What is stored is not as large as the chunk that is described.
-    """
+def chunk_of(index: MetadataIndex, metadata: Metadata) -> tuple[torch.Size, torch.dtype]:
+    """The shape and dtype of a stored chunk."""
     entry = metadata.state_dict_metadata[index.fqn]
     assert isinstance(entry, TensorStorageMetadata)
     chunks, hint = entry.chunks, index.index
@@ -167,13 +162,4 @@ def chunk_of(info: StorageInfo, index: MetadataIndex, metadata: Metadata) -> Chu
         box = next((c for c in chunks if index.offset is None or c.offsets == index.offset), None)
     if box is None:
         raise _no_such_chunk(index)
-    chunk = Chunk(info, box.sizes, entry.properties.dtype)
-    if info.is_located and not info.transform_descriptors and info.payload_nbytes != chunk.nbytes:
-        raise MetadataFormatError(
-            f"{index.fqn}: a chunk of shape {tuple(box.sizes)} of {chunk.dtype} takes {chunk.nbytes} bytes, "
-            f"but the metadata has {info.payload_nbytes}",
-            key=index.fqn,
-            expected=chunk.nbytes,
-            found=info.payload_nbytes,
-        )
-    return chunk
+    return box.sizes, entry.properties.dtype

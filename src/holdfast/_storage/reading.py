@@ -8,21 +8,21 @@ from holdfast._contents.absence import explain_absence
 from holdfast._contents.box_reader import box_jobs
 from holdfast._contents.box_target import StoredBox
 from holdfast._contents.item_bytes import ItemBytes
+from holdfast._format.item_table import StorageInfo
 from holdfast._format.metadata_file import LARGEST_METADATA
 from holdfast._format.names import METADATA, metadata_name, metadata_rank
-from holdfast._geometry import Box
+from holdfast._geometry import Box, row_major_strides
 from holdfast._human_units import some_of
 from holdfast._io import pool
 from holdfast._io.pool import Budget, Cancellation
 from holdfast._io.progress import ProgressTracker
 from holdfast._io.store import FileSource
-from holdfast._storage.destinations import Destination, PlannerCalls
+from holdfast._storage.destinations import Destination, PlannerCalls, ReadContext
 from holdfast._storage.joined_ranges import join_neighbours
 from holdfast._storage.metadata_reading import load_metadata
 from holdfast._storage.object_reads import object_jobs
 from holdfast._storage.open_files import SharedFile, sizes_of_files
 from holdfast._storage.own_parts import join_parts
-from holdfast._storage.read_context import Chunk, ReadContext
 from holdfast._storage.read_requests import FileRequest, chunk_of, sort_by_file
 from holdfast._storage.small_reads import SmallTensors, is_small, small_tensor_jobs
 from holdfast.errors import (
@@ -32,7 +32,7 @@ from holdfast.errors import (
 )
 from holdfast.extension import ExtensionRegistry
 from holdfast.metadata import Metadata
-from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner
 
 _REMEDY = (
     "The metadata names it: it was deleted, was not copied with the rest, or another save has replaced the "
@@ -187,20 +187,20 @@ def _tensor_jobs(
     context: ReadContext, file: SharedFile, request: FileRequest, metadata: Metadata
 ) -> list[Callable[[], None]]:
     jobs: list[Callable[[], None]] = []
-    small: list[tuple[Chunk, ReadItem]] = []
+    small: list[tuple[StorageInfo, Destination]] = []
     for info, item in request.lines:
         if item.type == LoadItemType.BYTE_IO:
             continue
-        chunk = chunk_of(info, item.storage_index, metadata)
-        if is_small(chunk, item):
-            small.append((chunk, item))
+        shape, dtype = chunk_of(item.storage_index, metadata)
+        target = Destination(context.calls, item, dtype)
+        if is_small(info, shape, item):
+            small.append((info, target))
         else:
-            box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-            target = Destination(context.calls, item, chunk.dtype)
-            stored = StoredBox(info, chunk.shape, str(chunk.dtype)[6:], box, target)
+            box = Box(tuple(item.storage_offsets), target.lengths)
+            stored = StoredBox(info, shape, row_major_strides(shape), str(dtype)[6:], box, target)
             jobs += box_jobs(ItemBytes(context, file, info), stored)
     groups = [request.small] if request.small else []
-    groups.append(SmallTensors.of_lines(context, small))
+    groups.append(SmallTensors.of_lines(small))
     small_jobs = (job for group in groups for job in small_tensor_jobs(context, file, group))
     return [*small_jobs, *join_neighbours(jobs, file)]
 

@@ -7,13 +7,11 @@ import torch
 
 from holdfast._contents.safetensors_files import read_model_manifest
 from holdfast._contents.safetensors_manifest import ModelChunk, manifest_of_chunks
-from holdfast._format.manifest import Manifest
 from holdfast._hf_utils import _HFStorageInfo
 from holdfast._io.store import FileSource
-from holdfast._plan.metadata_entries import MetadataEntries
-from holdfast._storage.item_places import ItemPlaces, StorageData
-from holdfast._storage.metadata_writing import VERSION
-from holdfast.metadata import Metadata, MetadataIndex, StorageMeta
+from holdfast._storage.item_places import ItemPlaces
+from holdfast._storage.metadata_reading import metadata_of_manifest
+from holdfast.metadata import Metadata, MetadataIndex
 
 
 class ModelPlaces(ItemPlaces):
@@ -35,15 +33,9 @@ class ModelPlaces(ItemPlaces):
 
 def read_model_metadata(store: FileSource, *, only: str | None = None) -> Metadata:
     """The metadata of the safetensors files of a folder, or of one of them; see ``read_model_manifest``."""
-    return _metadata_of(read_model_manifest(store, only=only), store.url, ModelPlaces)
+    return metadata_of_manifest(read_model_manifest(store, only=only), store.url, kind=ModelPlaces)
 
 
 def metadata_of_chunks(url: str, files: Mapping[str, int], chunks: Sequence[ModelChunk]) -> Metadata:
     """The metadata of a checkpoint that consists of these chunks; see ``manifest_of_chunks``."""
-    return _metadata_of(manifest_of_chunks(url, files, chunks), url, ItemPlaces)
-
-
-def _metadata_of(manifest: Manifest, url: str, kind: type[ItemPlaces]) -> Metadata:
-    entries = MetadataEntries(manifest, path=url)
-    places = StorageData(kind(manifest, entries.directory))
-    return Metadata(entries, None, places, StorageMeta(url), VERSION)
+    return metadata_of_manifest(manifest_of_chunks(url, files, chunks), url)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -18,12 +18,11 @@ from holdfast._io.range_ring import RANGE_BUFFERS, RangeRing
 from holdfast._io.range_sums import RangeSums
 from holdfast._io.store import ByteStore
 from holdfast._storage.safetensors_layout import RankPlaces
+from holdfast._storage.writing import deal_neighbours
 from holdfast._tensors.host import host_pieces
 from holdfast.errors import InvalidPlanError, UsageError
 from holdfast.planner import SavePlan, SavePlanner, WriteItem
 from holdfast.storage import WriteResult
-
-T = TypeVar("T")
 
 _RING = RANGE_BUFFERS * BUFFER_NBYTES
 _SMALLEST_COPY, _LARGEST_COPY = 1 << 20, 16 << 20
@@ -142,7 +141,7 @@ def write_chunks(
                 results.append(_write_line(line, files[line.file], name, planner, ring, copy_at_once))
         return results
 
-    portions = deal(lines, [line.nbytes for line in lines], threads)
+    portions = deal_neighbours(lines, [line.nbytes for line in lines], threads)
     jobs = [partial(write, portion) for portion in portions if portion]
     written = pool.run(jobs, threads=threads, cancellation=cancellation)
     return [result for results in written for result in results]
@@ -214,13 +213,3 @@ def cast_pieces(tensor: torch.Tensor, dtype: torch.dtype, max_bytes: int) -> Ite
         for start in range(0, tensor.shape[0], rows):
             part = tensor[start : start + rows]
             yield from cast_pieces(part[0] if rows == 1 else part, dtype, max_bytes)
-
-
-def deal(items: Sequence[T], sizes: Sequence[int], count: int) -> list[list[T]]:
-    """Neighbours together, in ``count`` portions of about the same number of bytes; some may be empty."""
-    portions: list[list[T]] = [[] for _ in range(count)]
-    share, filled = max(1, sum(sizes)) / count, 0
-    for item, size in zip(items, sizes, strict=True):
-        portions[min(count - 1, int((filled + size / 2) / share))].append(item)
-        filled += size
-    return portions

@@ -18,6 +18,7 @@ from holdfast._storage.common_lines import Group, Offer, find_groups
 from holdfast._storage.item_places import ItemPlaces, places_of
 from holdfast._storage.open_files import sizes_of_files
 from holdfast._storage.read_requests import columns_in
+from holdfast._storage.writing import deal_neighbours
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner
 
@@ -206,25 +207,13 @@ def _read_with(
     if request_nbytes:
         # Each of them waits for one request at a time.
         most = min(store.traits.requests_in_flight, max(1, round(sum(nbytes) / request_nbytes)))
-    dealt = _deal(nbytes, min(most, len(numbers)) if names.values is not None else 1)
+    portions = deal_neighbours(numbers, nbytes, most if names.values is not None else 1)
+    dealt = [portion for portion in portions if portion]
     opened = [exchange.open_broadcast(members) for _ in dealt]
 
     def job(at: int) -> None:
         with opened[at]:
             source = BroadcastSource(store, opened[at], exchange.rank, at, sizes)
-            read(source, names.plan([numbers[number] for number in dealt[at]]), 1)
+            read(source, names.plan(dealt[at]), 1)
 
     pool.run([partial(job, at) for at in range(len(dealt))], threads=len(dealt))
-
-
-def _deal(sizes: list[int], count: int) -> list[list[int]]:
-    """Neighbours together, in ``count`` portions of about the same number of bytes; none is empty."""
-    portions: list[list[int]] = [[]]
-    left, filled = sum(sizes), 0
-    for number, size in enumerate(sizes):
-        if portions[-1] and len(portions) < count and filled >= left / (count - len(portions) + 1):
-            portions.append([])
-            left, filled = left - filled, 0
-        portions[-1].append(number)
-        filled += size
-    return portions

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from holdfast._format.item_table import Payload
+from holdfast._format.item_table import Payload, StorageInfo
 from holdfast._io.blocks import crc32
 from holdfast._io.store import StoreTraits
 from holdfast._plan.read_columns import ReadBox
-from holdfast._storage.destinations import Destination
+from holdfast._storage.destinations import Destination, ReadContext
 from holdfast._storage.item_places import ItemPlaces
 from holdfast._storage.open_files import SharedFile
-from holdfast._storage.read_context import Chunk, ReadContext
 from holdfast._storage.small_items import SMALL
 from holdfast._tensors.chunks import find_box
 from holdfast._tensors.layout_table import LayoutTable
@@ -23,10 +22,9 @@ from holdfast.errors import ChecksumError, MetadataFormatError
 from holdfast.planner import ReadItem
 
 
-def is_small(chunk: Chunk, item: ReadItem) -> bool:
+def is_small(info: StorageInfo, shape: Sequence[int], item: ReadItem) -> bool:
     """Whether an item is read with its neighbours: raw, at most one block, and wanted whole."""
-    info = chunk.info
-    return 0 <= info.payload_nbytes < SMALL and not info.transform_descriptors and item.lengths == chunk.shape
+    return info.is_raw and info.payload_nbytes < SMALL and item.lengths == shape
 
 
 @dataclass(frozen=True)
@@ -77,18 +75,16 @@ class SmallTensors:
         )
 
     @staticmethod
-    def of_lines(context: ReadContext, lines: Sequence[tuple[Chunk, ReadItem]]) -> "SmallTensors":
+    def of_lines(lines: Sequence[tuple[StorageInfo, Destination]]) -> "SmallTensors":
         """Items by the lines of a plan."""
+        infos, destinations = [info for info, _ in lines], [destination for _, destination in lines]
         return SmallTensors(
-            [item.dest_index.fqn for _, item in lines],
-            [chunk.info.offset + chunk.info.payload_offset for chunk, _ in lines],
-            [chunk.info.payload_nbytes for chunk, _ in lines],
-            [
-                int.from_bytes(chunk.info.checksums, "little") if chunk.info.checksums else None
-                for chunk, _ in lines
-            ],
-            [chunk.dtype for chunk, _ in lines],
-            destinations=[Destination(context.calls, item, chunk.dtype) for chunk, item in lines],
+            [destination.key for destination in destinations],
+            [info.offset + info.payload_offset for info in infos],
+            [info.payload_nbytes for info in infos],
+            [int.from_bytes(info.checksums, "little") if info.checksums else None for info in infos],
+            [destination.dtype for destination in destinations],
+            destinations=destinations,
         )
 
     def take(self, span: slice) -> "SmallTensors":

@@ -5,13 +5,10 @@ from typing import NamedTuple
 
 import torch
 
+from holdfast._byte_ranges import SCRATCH, ranges_of
 from holdfast._geometry import Box, is_row_major, volume
+from holdfast._tensors.dtensors import narrowed
 from holdfast._tensors.host import memory_of
-
-_SCRATCH = 32 << 20
-# Reading what lies between the elements is cheaper than a request for each, up to a point.
-_WASTE = 4
-_ALWAYS_FINE = 1 << 20
 
 
 class StridedTensor(NamedTuple):
@@ -66,24 +63,11 @@ class StridedTensor(NamedTuple):
         view[:] = memory_of(elements)[offset - first * size : offset - first * size + len(view)]
 
     def _read_box(self, read: Callable[[int, memoryview], None], box: Box, target: torch.Tensor) -> None:
-        size, strides = self.dtype.itemsize, self.strides
-        todo = [(box.offsets, target)]
-        while todo:
-            at, part = todo.pop()
-            reach = [(length - 1) * stride for length, stride in zip(part.shape, strides, strict=True)]
-            span = (sum(reach) + 1) * size
-            if span <= min(_SCRATCH, max(_WASTE * part.numel() * size, _ALWAYS_FINE)) or not any(reach):
-                scratch = torch.empty(span // size, dtype=self.dtype)
-                begin = self.start + sum(o * s for o, s in zip(at, strides, strict=True)) * size
-                read(begin, memory_of(scratch))
-                part.copy_(scratch.as_strided(part.shape, strides))
-                continue
-            cut = reach.index(max(reach))
-            half = part.shape[cut] // 2
-            todo.append(
-                ((*at[:cut], at[cut] + half, *at[cut + 1 :]), part.narrow(cut, half, part.shape[cut] - half))
-            )
-            todo.append((at, part.narrow(cut, 0, half)))
+        for piece in ranges_of(self.strides, *box, self.dtype.itemsize, run_limit=SCRATCH, block=0):
+            scratch = torch.empty(piece.nbytes // self.dtype.itemsize, dtype=self.dtype)
+            read(self.start + piece.start, memory_of(scratch))
+            part = narrowed(target, piece.offsets, piece.lengths)
+            part.copy_(scratch.as_strided(piece.lengths, self.strides))
 
 
 def _boxes_of_run(shape: tuple[int, ...], first: int, count: int) -> Iterator[Box]:

@@ -7,12 +7,10 @@ from holdfast._format.foreign_manifest import foreign_manifest
 from holdfast._format.manifest import Manifest
 from holdfast._format.torch_pickle_records import TorchObject, TorchProperties, TorchTensor
 from holdfast._io.blocks import BLOCK_SIZE
-from holdfast._plan.metadata_entries import MetadataEntries
-from holdfast._storage.item_places import ItemPlaces, StorageData
-from holdfast._storage.metadata_writing import VERSION
+from holdfast._storage.metadata_reading import metadata_of_manifest
 from holdfast._storage.torch_save_contents import SavedItem
 from holdfast._storage.torch_save_source import TorchSaveSource
-from holdfast.metadata import Metadata, StorageMeta
+from holdfast.metadata import Metadata
 
 
 def read_torch_save_metadata(source: TorchSaveSource) -> Metadata:
@@ -24,10 +22,9 @@ def read_torch_save_metadata(source: TorchSaveSource) -> Metadata:
         IntegrityError: It is damaged.
         UnsafeMetadataError: What it holds needs something that is not allowed.
     """
-    manifest = torch_save_manifest(source)
-    entries = MetadataEntries(manifest, path=source.path)
-    places = StorageData(ItemPlaces(manifest, entries.directory))
-    return Metadata(entries, source.contents.structure, places, StorageMeta(source.path), VERSION)
+    return metadata_of_manifest(
+        torch_save_manifest(source), source.path, planner_data=source.contents.structure
+    )
 
 
 def torch_save_manifest(source: TorchSaveSource) -> Manifest:

@@ -5,7 +5,7 @@ import heapq
 import io
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +24,8 @@ from holdfast._tensors.layout_table import LayoutTable
 from holdfast.errors import InvalidPlanError, StorageError
 from holdfast.extension import StreamTransformExtension
 from holdfast.planner import SavePlan, SavePlanner
+
+T = TypeVar("T")
 
 _WRAP = 700
 """About what the container of a small tensor takes."""
@@ -217,3 +219,13 @@ def deal_by_size(sizes: Sequence[int], count: int) -> list[list[int]]:
         groups[number].append(line)
         heapq.heapreplace(heap, (so_far + sizes[line], number))
     return groups
+
+
+def deal_neighbours(items: Sequence[T], sizes: Sequence[int], count: int) -> list[list[T]]:
+    """Neighbours together, in ``count`` portions of about the same size; some may be empty."""
+    portions: list[list[T]] = [[] for _ in range(count)]
+    share, filled = max(1, sum(sizes)) / count, 0
+    for item, size in zip(items, sizes, strict=True):
+        portions[min(count - 1, int((filled + size / 2) / share))].append(item)
+        filled += size
+    return portions

@@ -8,7 +8,7 @@ from holdfast._contents.box_target import StoredBox
 from holdfast._contents.inventory import Ints, TensorEntry
 from holdfast._contents.value_reader import TensorPart, ValueReader
 from holdfast._format.dtypes import DTYPES
-from holdfast._geometry import Box, cover_of, intersect, volume
+from holdfast._geometry import Box, cover_of, intersect, row_major_strides, volume
 from holdfast._human_units import shape_text, size_text
 from holdfast._view.array_kinds import Arrays, Framework, NumpyArrays, TorchArrays, arrays_of
 from holdfast._view.indexing import IndexedBox, select
@@ -171,7 +171,13 @@ def _find_parts(entry: TensorEntry, box: Box, arrays: Arrays, array: Any, *, at:
         covered.append(part)
         where = Box(tuple(map(add, at, part.offsets)), part.lengths)
         target = arrays.target(entry.key, array, where)
-        parts.append(TensorPart(StoredBox(chunk.item, chunk.lengths, entry.dtype, inside, target)))
+        parts.append(
+            TensorPart(
+                StoredBox(
+                    chunk.item, chunk.lengths, row_major_strides(chunk.lengths), entry.dtype, inside, target
+                )
+            )
+        )
     wanted = volume(box.lengths)
     if wanted and not (len(parts) == 1 and volume(covered[0].lengths) == wanted):
         hole = cover_of(box.lengths, covered)

@@ -129,7 +129,7 @@ def _checksums(entry: Entry) -> Any:
     found = {}
     for offsets, lengths, item in chunks:
         # What torch wrote has no checksums; those of transformed items are of what the transform made.
-        if item is None or not item.is_located or not item.is_checked or item.transform_descriptors:
+        if item is None or not item.is_raw or not item.is_checked:
             return None
         found[offsets] = (lengths, item.block_size, item.payload_nbytes, bytes(item.checksums))
     return found
