@@ -55,6 +55,13 @@ def test_a_reader_that_goes_away_is_no_error(originals: Path) -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_closed_stream_changes_no_exit_code(originals: Path, tmp_path: Path, closed: str) -> None:
+    for path, code in ((originals / "ours", 0), (tmp_path / "nothing", 3)):
+        command = f"{sys.executable} -m holdfast.cli verify '{path}' --json {closed}"
+        assert subprocess.run(command, shell=True, check=False, capture_output=True).returncode == code
+
+
 def test_lines_are_drawn_in_ascii_where_the_terminal_has_nothing_else(originals: Path) -> None:
     done = start("ls", originals / "ours", env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0

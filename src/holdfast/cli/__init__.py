@@ -25,6 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The words after ``holdfast``; those of this process if None.
     """
+    # A program that is started with closed streams has none: what it prints goes nowhere, as with /dev/null.
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the end
     parser = make_parser()
     try:
         arguments, rest = parser.parse_known_args(argv)
