@@ -99,6 +99,15 @@ def test_a_writer_from_before_is_translated_and_knows_its_new_place(tmp_path: Pa
     assert FileSystemReader(tmp_path / "new").read_metadata().storage_meta.save_id == EARLY_WRITER.save_id  # type: ignore[union-attr]
 
 
+def test_a_planner_of_torch_knows_the_checkpoint_that_was_loaded(tmp_path: Path) -> None:
+    dcp.save(state(), checkpoint_id=tmp_path)
+    planner = default_planner.DefaultLoadPlanner()
+    dcp.load(empty(), checkpoint_id=tmp_path, planner=planner)
+    assert isinstance(planner.metadata, dcp.Metadata)
+    assert planner.metadata.state_dict_metadata.keys() == {"weight", "nested.step"}
+    assert planner.is_coordinator
+
+
 def test_an_overwrite_that_fails_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     dcp.save(state(), storage_writer=FileSystemWriter(tmp_path))
     unpicklable = {"weight": torch.zeros(3, 4), "nested": {"step": lambda: 0}}

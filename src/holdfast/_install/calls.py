@@ -82,10 +82,12 @@ class Calls:
 
 
 def _keep_true(theirs: Any, ours: Any) -> None:
-    """Let the caller's storage say what torch's would say after the call."""
+    """Let the caller's storage or planner say what torch's would say after the call."""
     for name in ("save_id", "load_id"):
         if hasattr(theirs, name) and hasattr(ours, name):
             setattr(theirs, name, getattr(ours, name))
+    if isinstance(ours, DefaultLoadPlanner):
+        theirs.metadata, theirs.is_coordinator = torch_metadata(ours.metadata), ours.is_coordinator
 
 
 def _begun(made: Any, stager: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
