@@ -355,6 +355,61 @@ def test_a_deprecated_argument_warns() -> None:
         DefaultSavePlanner(dedup_replicated_tensors=True)
 
 
+@pytest.mark.parametrize("size", [3, 1 << 20])
+def test_autograd_knows_that_a_load_has_changed_a_tensor(tmp_path: Path, size: int) -> None:
+    hf.save({"weight": torch.zeros(size)}, checkpoint_id=tmp_path)
+    weight = torch.ones(size, requires_grad=True)
+    loss = (weight * weight).sum()
+    hf.load({"weight": weight}, checkpoint_id=tmp_path)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, weight)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"), [((5, 4), (0, 1)), ((3, 3), (1, 1)), ((4, 3), (2, 3))], ids=str
+)
+def test_tensors_whose_elements_share_memory_are_refused(
+    tmp_path: Path, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    hf.save({"weight": torch.ones(shape)}, checkpoint_id=tmp_path)
+    memory = torch.zeros(20)
+    with pytest.raises(PlanError, match=r"weight: several elements .* share one place"):
+        hf.load({"weight": memory.as_strided(shape, strides)}, checkpoint_id=tmp_path)
+    assert not memory.any()
+
+
+def test_tensors_whose_elements_are_entangled_but_apart_are_loaded(tmp_path: Path) -> None:
+    hf.save({"weight": torch.arange(1.0, 10).view(3, 3)}, checkpoint_id=tmp_path)
+    weight = torch.zeros(20).as_strided((3, 3), (2, 3))
+    hf.load({"weight": weight}, checkpoint_id=tmp_path)
+    assert weight.tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+
+
+def _sparse(size: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.ones(size, size, dtype=dtype).to_sparse()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error"),
+    [
+        (_sparse(4, torch.float32), ShapeMismatchError),
+        (_sparse(3, torch.int32), DtypeMismatchError),
+    ],
+    ids=["shape", "dtype"],
+)
+def test_sparse_tensors_are_not_replaced_by_others(
+    tmp_path: Path, wanted: torch.Tensor, error: type[Exception]
+) -> None:
+    hf.save({"sparse": _sparse(3, torch.float32)}, checkpoint_id=tmp_path)
+    state = {"sparse": wanted}
+    with pytest.raises(error, match="sparse: the checkpoint has"):
+        hf.load(state, checkpoint_id=tmp_path)
+    assert state["sparse"] is wanted
+    state = {"sparse": _sparse(3, torch.float32) * 2}
+    hf.load(state, checkpoint_id=tmp_path)
+    assert state["sparse"].to_dense().tolist() == [[1, 1, 1]] * 3
+
+
 def test_an_empty_state_is_asked_for_where_the_checkpoint_builds_it(folder: Path) -> None:
     with pytest.raises(UsageError, match="must be empty"):
         hf.load({"count": 1}, checkpoint_id=folder, planner=EmptyStateDictLoadPlanner())

@@ -12,7 +12,7 @@ from holdfast._format.description import OBJECT
 from holdfast._human_units import some_of
 from holdfast._plan.container_fit import ContainerFit
 from holdfast._plan.dtype_fit import DtypeFit
-from holdfast._plan.fit_report import FitReport
+from holdfast._plan.fit_report import FitReport, Kind
 from holdfast._plan.flatten import paths_of
 from holdfast._plan.load_coverage import is_of_another_rank, own_places
 from holdfast._plan.metadata_entries import description_of, directory_of, dtypes_of, is_one_whole_chunk
@@ -165,15 +165,48 @@ def _check_tensor(
         report.add("kind", key, str(error).removeprefix(f"{key}: "))
         return
     if any(map(_repeats_memory, memory)):
-        report.add("kind", key, "the state's tensor is expanded: several elements share one place in memory")
+        report.add("kind", key, "several elements of the state's tensor share one place in memory")
     for wanted in {part.dtype for part in memory} if describes_itself(value) else {dtype_of(value)}:
         dtypes.check(key, dtype, wanted)
 
 
+def check_replacement(key: str, value: Any, loaded: Any) -> None:
+    """Check a tensor that was stored whole, as sparse and quantized ones are, and replaces one of the state.
+
+    Raises:
+        PlanError: Its shape, dtype or layout is another one.
+    """
+    if not (isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor)):
+        return
+    report = FitReport()
+    kinds: list[tuple[Kind, Any, Any]] = [
+        ("shape", tuple(loaded.shape), tuple(value.shape)),
+        ("dtype", loaded.dtype, value.dtype),
+        ("kind", loaded.layout, value.layout),
+    ]
+    for kind, stored, wanted in kinds:
+        if stored != wanted:
+            report.add(kind, key, f"the checkpoint has {stored}, the state {wanted}")
+    report.raise_if_any()
+
+
 def _repeats_memory(tensor: torch.Tensor) -> bool:
-    return not tensor.is_contiguous() and any(
-        step == 0 and length > 1 for step, length in zip(tensor.stride(), tensor.shape, strict=True)
-    )
+    """Whether two elements share a place in memory, as those of an expanded tensor do."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return False
+    by_step = sorted((step, n) for step, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
+    reach = 1
+    for step, length in by_step:
+        if step < reach:
+            break
+        reach += (length - 1) * step
+    else:
+        return False
+    # What torch.as_strided made may still have a place for each element.
+    places = torch.zeros(1, dtype=torch.int64)
+    for step, length in by_step:
+        places = (places[:, None] + step * torch.arange(length)).flatten()
+    return bool((places.sort().values.diff() == 0).any())
 
 
 def _unexpected(state: dict[str, Any], metadata: Metadata) -> list[str]:

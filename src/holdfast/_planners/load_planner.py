@@ -14,7 +14,7 @@ import torch
 
 from holdfast._known_methods import known_to_engine
 from holdfast._objects.decode import decode_object
-from holdfast._plan.fit import plan_load
+from holdfast._plan.fit import check_replacement, plan_load
 from holdfast._plan.flatten import Slot, Structure, flatten
 from holdfast._plan.metadata_entries import directory_of
 from holdfast._plan.planner_values import HasOwnValues
@@ -164,10 +164,10 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Decode an object and put it where it stood in the state."""
         key = read_item.dest_index.fqn  # torch's record has the same
-        self.put(
-            key,
-            decode_object(key, value, allow_pickle=self.allow_pickle, safe_globals=tuple(self.safe_globals)),
-        )
+        safe_globals = tuple(self.safe_globals)
+        loaded = decode_object(key, value, allow_pickle=self.allow_pickle, safe_globals=safe_globals)
+        check_replacement(key, self.state_dict.get(key), loaded)
+        self.put(key, loaded)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """The box of the state's own memory that the item fills."""

@@ -4,6 +4,7 @@ import threading
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.graph import increment_version
 
 from holdfast._contents.box_target import BoxTarget
 from holdfast._contents.inventory import Ints
@@ -121,8 +122,9 @@ class Destination(TensorTarget):
             return self._target.detach()
 
     def touch(self) -> None:
-        """Note that the destination is about to be changed."""
+        """Note that the destination is about to be changed: here, and for autograd."""
         self.calls.touched.append(self.key)
+        increment_version(self.target())
 
     def arrived(self) -> None:
         """Count one part; the last one commits."""

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from holdfast._format.item_table import Payload, StorageInfo
 from holdfast._io.blocks import crc32
@@ -174,6 +175,7 @@ def _check(content: bytearray, tensors: SmallTensors, path: str) -> None:
 def _put(content: bytearray, tensors: SmallTensors) -> None:
     memory, move = (ctypes.c_ubyte * len(content)).from_buffer(content), ctypes.memmove
     address, begin = ctypes.addressof(memory), tensors.starts[0]
+    moved = list[torch.Tensor]()
     # The targets first in the zip: a planner is told of a tensor when the next one is asked for.
     for target, start, nbytes, dtype, key in zip(
         tensors.targets(), tensors.starts, tensors.nbytes, tensors.dtypes, tensors.keys, strict=True
@@ -193,6 +195,8 @@ def _put(content: bytearray, tensors: SmallTensors) -> None:
             and not target.is_conj()
         ):
             move(target.data_ptr(), address + start - begin, nbytes)
+            moved.append(target)
         elif nbytes:
             part = memoryview(content)[start - begin : start - begin + nbytes]
             target.detach().copy_(torch.frombuffer(part, dtype=dtype).view(target.shape))
+    increment_version(moved)  # as ``copy_`` does: a backward pass that needs what was there must raise
