@@ -9,6 +9,7 @@ from holdfast._engine.ports import ReaderPort
 from holdfast._format.item_table import StorageInfo
 from holdfast._format.names import parse_data_file
 from holdfast._ranks.exchange import Exchange
+from holdfast._storage.item_places import places_of
 from holdfast.errors import CheckpointNotFoundError, IncompleteCheckpointError, UsageError, describe_ranks
 from holdfast.metadata import Metadata
 
@@ -120,8 +121,14 @@ def place_to_compare(stored: Metadata, place: str | None) -> str | None:
     Our data files are named after their save. Those of torch, and most safetensors files, have the same names
     in every checkpoint.
     """
-    some: Any = next(iter((stored.storage_data or {}).values()), None)
-    file = parse_data_file(some.relative_path) if isinstance(some, StorageInfo) else None
+    places, name = places_of(stored), None
+    if places is None:
+        records: Any = (stored.storage_data or {}).values()
+        name = next((record.relative_path for record in records if isinstance(record, StorageInfo)), None)
+    elif places.manifest.file_names:
+        # Without a look at the records: that would make one for each of millions of items.
+        name = places.manifest.file_names[0]
+    file = parse_data_file(name) if name is not None else None
     return None if file is not None and file.save is not None else place
 
 

@@ -139,13 +139,14 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
     @serves_torch
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Give memory to tensors on the meta device. Until this call the state is unchanged."""
+        waiting = [(key, value) for key, value in self.state_dict.items() if is_without_memory(value)]
+        if not waiting:
+            return new_plan
         planned = set(keys_of(new_plan))
         stored = () if self.metadata is None else directory_of(self.metadata).numbers
         planned |= also_filled(self.state_dict, planned, stored)
         memory = MetaMemory(self.device)
-        for key, value in list(self.state_dict.items()):
-            if not is_without_memory(value):
-                continue
+        for key, value in waiting:
             # A rank that holds no element of a sharded tensor reads nothing of it.
             holds_nothing = key in stored and not any(part.numel() for part in local_parts(value))
             if key in planned or holds_nothing:
