@@ -121,6 +121,8 @@ def place_to_compare(stored: Metadata, place: str | None) -> str | None:
     Our data files are named after their save. Those of torch, and most safetensors files, have the same names
     in every checkpoint.
     """
+    if place is None:
+        return None
     places, name = places_of(stored), None
     if places is None:
         records: Any = (stored.storage_data or {}).values()
