@@ -89,7 +89,10 @@ def low_bit(seed: int | None) -> tuple[LowBit, torch.nn.Parameter]:
 
 
 def save_by_torch(folder: str) -> None:
-    state_dict_saver.save({"optimizer": low_bit(1)[0].state_dict()}, checkpoint_id=folder)
+    optimizer, weight = low_bit(1)
+    state_dict_saver.save({"optimizer": optimizer.state_dict()}, checkpoint_id=folder)
+    optimizer.state[weight]["exp_avg"].to_local().table.add_(dist.get_rank())
+    state_dict_saver.save({"optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/own tables")
 
 
 def load_from_torch(folder: str, seed: int | None) -> None:
@@ -102,13 +105,18 @@ def load_from_torch(folder: str, seed: int | None) -> None:
     assert_same_parts(found["exp_avg"].to_local(), expected.to_local())
 
 
-def test_what_torch_saved_is_loaded_by_as_many_ranks_and_refused_by_others(tmp_path: Path) -> None:
+def test_what_torch_saved_is_loaded_by_any_ranks_or_into_new_optimizers_by_as_many(tmp_path: Path) -> None:
     folder = str(tmp_path)
     assert [outcome for outcome, _ in run_ranks(save_by_torch, 2, folder)] == ["returned", "returned"]
-    for seed in (2, None):
-        for outcome in run_ranks(load_from_torch, 2, folder, seed):
+    for world_size in (1, 2, 4):
+        for outcome in run_ranks(load_from_torch, world_size, folder, 2):
             assert outcome == ("returned", None)
-        [(outcome, error)] = run_ranks(load_from_torch, 1, folder, seed)
-        assert outcome == "raised"
-        assert "optimizer.state.0.exp_avg: " in str(error)
-        assert "as many ranks, divided" in str(error)
+    for outcome in run_ranks(load_from_torch, 2, folder, None):
+        assert outcome == ("returned", None)
+    [(outcome, error)] = run_ranks(load_from_torch, 1, folder, None)
+    assert outcome == "raised"
+    assert "optimizer.state.0.exp_avg: " in str(error)
+    assert "as many ranks, divided" in str(error)
+    [(outcome, error)] = run_ranks(load_from_torch, 1, f"{folder}/own tables", 2)
+    assert outcome == "raised"
+    assert "optimizer.state.0.exp_avg.table is for the whole, and differs" in str(error)

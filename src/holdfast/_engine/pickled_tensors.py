@@ -15,13 +15,24 @@ from torch.distributed.tensor import DTensor
 from holdfast._contents.nested_state import Path, true_key
 from holdfast._engine.saved_by_rank import find
 from holdfast._format.description import OBJECT
+from holdfast._geometry import Box, intersect, volume
 from holdfast._plan.fit_report import FitReport
 from holdfast._plan.flatten import paths_of
 from holdfast._plan.metadata_entries import dtypes_of
 from holdfast._storage.item_places import ItemPlaces, places_of
 from holdfast._tensors.dtensors import held_pieces, local_tensor
+from holdfast._tensors.subclass_pieces import (
+    OTHER_BOXES,
+    CommonParts,
+    SubclassPiece,
+    copy_piece,
+    inside,
+    parts_of_cut,
+    why_no_tensor,
+    why_unfit,
+)
 from holdfast._tensors.subclass_room import as_parameter_is
-from holdfast._tensors.tensor_parts import has_parts, leaves_of, put_together, take_apart, why_other
+from holdfast._tensors.tensor_parts import has_parts, put_together, take_apart
 from holdfast.errors import PlanError
 from holdfast.metadata import STORAGE_TYPES, BytesStorageMetadata, Metadata, MetadataIndex
 
@@ -82,18 +93,12 @@ def _is_of_torch(places: ItemPlaces, row: int) -> bool:
     return bool(places.payload_nbytes[row] < 0 <= places.nbytes[row])
 
 
-OTHER_BOXES = (
-    "torch saved a tensor subclass here in one item for each rank, and no item holds what this rank needs. "
-    "Load it with as many ranks, divided as it was saved"
-)
-
-
 class _StandIn:
-    """Stands in a state for a tensor that will be loaded as an object."""
+    """Stands in a state for a tensor, or a piece of one, that will be loaded as an object."""
 
 
 class PickledTensors:
-    """Those tensors of a state that the checkpoint has as one pickled tensor each.
+    """Those tensors of a state that the checkpoint has as pickled tensors: one for each box that was saved.
 
     Args:
         metadata: The checkpoint's metadata.
@@ -108,29 +113,55 @@ class PickledTensors:
         self._metadata, self._places = metadata, places_of(metadata)
         self._rows: dict[str, int] = {}
         self.targets: dict[str, torch.Tensor] = {}
+        self._pieces: dict[str, SubclassPiece] = {}
         self._keys: dict[int, str] = {}
-        self._rooms: dict[str, tuple[PickledRoom, DTensor | None, list[int]]] = {}
+        self._rooms: dict[str, tuple[PickledRoom, DTensor | None, tuple[int, ...]]] = {}
 
     def stand_in(self, value: torch.Tensor, key: str) -> Any:
-        """What stands for a tensor with parts; None if the checkpoint has no item of the same box."""
-        row = self._row_of(key, list(value.shape), value if isinstance(value, DTensor) else None)
-        if row is None:
+        """What stands for a tensor with parts; None if it cannot be filled from items of torch's."""
+        layout = value if isinstance(value, DTensor) else None
+        pieces = self._pieces_of(key, _inner(value), _box_of(list(value.shape), layout))
+        if not pieces or self._shape_of(key) != list(value.shape):
             return None
-        self._rows[key], self.targets[key], self._keys[id(value)] = row, value, key
-        return _StandIn()
+        # One item keeps the key of the tensor.
+        names = [key] if len(pieces) == 1 else [f"{key}.{number}" for number in range(len(pieces))]
+        self._pieces.update(zip(names, pieces, strict=True))
+        self._rows.update({name: piece.row for name, piece in zip(names, pieces, strict=True)})
+        self.targets[key], self._keys[id(value)] = value, key
+        return _StandIn() if len(pieces) == 1 else {str(n): _StandIn() for n in range(len(pieces))}
 
-    def _row_of(self, key: str, shape: list[int], layout: DTensor | None) -> int | None:
-        """The item of torch's that holds the same box of a tensor as this rank; None if there is none."""
+    def _pieces_of(self, key: str, inner: torch.Tensor, held: Box | None) -> list[SubclassPiece]:
+        pieces = []
+        for row, box in self._boxes_of(key):
+            both = None if held is None or len(box.lengths) != len(held.lengths) else intersect(box, held)
+            if held is None or both is None:
+                continue
+            parts = parts_of_cut(inner, inside(both, held))
+            if parts is None:
+                return []
+            pieces.append(SubclassPiece(key, row, box.lengths, inside(both, box), inner, parts))
+        found = sum(volume(piece.stored.lengths) for piece in pieces)
+        if len(pieces) == 1:
+            pieces[0].is_only = True
+        is_filled = held is not None and found == volume(held.lengths)
+        return pieces if is_filled else []
+
+    def _boxes_of(self, key: str) -> list[tuple[int, Box]]:
+        """The items of a tensor that torch wrote, each with its box."""
         number = None if self._places is None else self._places.directory.numbers.get(key)
         if self._places is None or number is None or self._places.directory.kinds[number] == OBJECT:
-            return None
-        directory, box = self._places.directory, _box_of(shape, layout)
-        if shape != directory.shape(number):
-            return None
-        for row, found in enumerate(directory.boxes(number), directory.row[number]):
-            if found == box and _is_of_torch(self._places, row):
-                return row
-        return None
+            return []
+        directory = self._places.directory
+        boxes = enumerate(directory.boxes(number), directory.row[number])
+        return [
+            (row, Box(tuple(offsets), tuple(lengths)))
+            for row, (offsets, lengths) in boxes
+            if _is_of_torch(self._places, row)
+        ]
+
+    def _shape_of(self, key: str) -> list[int]:
+        assert self._places is not None
+        return self._places.directory.shape(self._places.directory.numbers[key])
 
     def find_rooms(self, state: dict[str, Any], report: FitReport) -> None:
         """Find the rooms in a state, and report those for which there is no item."""
@@ -143,10 +174,11 @@ class PickledTensors:
             if layout is not None and not held_pieces(layout):
                 nothing = torch.empty(0, device=room.device)
                 _put(state, paths[key], as_parameter_is(nothing, layout))
-            elif (row := self._row_of(key, shape, layout)) is not None:
-                box = _box_of(shape, layout)
-                assert box is not None
-                self._rows[key], self._rooms[key] = row, (room, layout, box[1])
+                continue
+            held = _box_of(shape, layout)
+            row = next((row for row, box in self._boxes_of(key) if box == held), None)
+            if held is not None and row is not None:
+                self._rows[key], self._rooms[key] = row, (room, layout, held.lengths)
             else:
                 report.add("kind", key, OTHER_BOXES)
 
@@ -157,6 +189,8 @@ class PickledTensors:
         assert self._places is not None
         entries: dict[str, STORAGE_TYPES] = {**self._metadata.state_dict_metadata}
         stored = {**self._metadata.storage_data}
+        for key in self.targets:
+            del entries[key]
         for key, row in self._rows.items():
             entries[key] = BytesStorageMetadata()
             stored[MetadataIndex(key)] = self._places.record(row)
@@ -176,14 +210,14 @@ class PickledTensors:
         Raises:
             PlanError: They do not fit.
         """
-        report = FitReport()
+        report, common = FitReport(), CommonParts()
 
         def look(key: str, stream: io.BytesIO) -> None:
             value = decode(key, stream)
             if key in self._rooms:
-                problem = _why_no_tensor(value, self._rooms[key][2])
+                problem = why_no_tensor(value, self._rooms[key][2])
             else:
-                problem = _why_unfit(value, self.targets[key], key)
+                problem = why_unfit(value, self._pieces[key], common)
             if problem:
                 report.add("kind", key, problem)
 
@@ -211,12 +245,18 @@ class PickledTensors:
         key = self._keys.get(id(before))
         if key is None:
             return value
-        if problem := _why_unfit(value, before, key):
-            raise PlanError(f"{key}: {problem}", key=key)
+        loaded = (
+            {f"{key}.{name}": piece for name, piece in value.items()}
+            if isinstance(value, dict)
+            else {key: value}
+        )
+        common = CommonParts()
+        for name, piece in loaded.items():
+            if problem := why_unfit(piece, self._pieces[name], common):
+                raise PlanError(f"{name}: {problem}", key=name)
         with torch.no_grad():
-            loaded = dict(leaves_of(key, take_apart(value, key)))
-            for name, part in leaves_of(key, take_apart(_inner(before), key)):
-                part.copy_(loaded[name])
+            for name, piece in loaded.items():
+                copy_piece(piece, self._pieces[name])
         return before
 
 
@@ -224,12 +264,12 @@ def _inner(value: torch.Tensor) -> torch.Tensor:
     return local_tensor(value) if isinstance(value, DTensor) else value
 
 
-def _box_of(shape: list[int], layout: DTensor | None) -> tuple[list[int], list[int]] | None:
+def _box_of(shape: list[int], layout: DTensor | None) -> Box | None:
     """The box of a tensor that this rank holds, if it is one."""
     if layout is None:
-        return [0] * len(shape), shape
+        return Box((0,) * len(shape), tuple(shape))
     pieces = held_pieces(layout)
-    return (list(pieces[0].offsets), list(pieces[0].lengths)) if len(pieces) == 1 else None
+    return Box(tuple(pieces[0].offsets), tuple(pieces[0].lengths)) if len(pieces) == 1 else None
 
 
 def _put(state: dict[str, Any], path: Path, value: Any) -> None:
@@ -240,31 +280,3 @@ def _moved(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     if not has_parts(type(value)):
         return value.to(device)
     return put_together(value, take_apart(value, "?").with_parts(lambda part: part.to(device)))
-
-
-def _why_no_tensor(loaded: Any, lengths: list[int]) -> str | None:
-    found = list(loaded.shape) if isinstance(loaded, torch.Tensor) else type(loaded).__name__
-    return None if found == lengths else f"its metadata calls it a tensor of shape {lengths}; it is {found}"
-
-
-def _why_unfit(loaded: Any, target: torch.Tensor, key: str) -> str | None:
-    """Why what was read cannot be copied into a tensor of the state, part by part; None if it can."""
-    inner = _inner(target)
-    if type(loaded) is not type(inner):
-        kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in (type(loaded), type(inner))]
-        return f"torch saved a {kinds[0]} here, the state has a {kinds[1]}; load it into one of its own class"
-    found, wanted = take_apart(loaded, key), take_apart(inner, key)
-    if problem := why_other(found.about, wanted.about):
-        return problem
-    loaded_leaves = dict(leaves_of(key, found))
-    for name, part in leaves_of(key, wanted):
-        other = loaded_leaves.get(name)
-        facts = [
-            None if one is None else (type(one).__name__, one.dtype, tuple(one.shape))
-            for one in (other, part)
-        ]
-        if facts[0] != facts[1]:
-            return f"the checkpoint has {facts[0]} as its part {name}, the state {facts[1]}"
-        if part.is_meta:
-            return f"its part {name} is on the meta device here: give it memory first, with to_empty()"
-    return None
