@@ -10,7 +10,7 @@ from tests.support.stock_torch import stock_load, stock_save
 from tests.support.subclasses import BlockScaled, RowScaled, assert_same_parts
 
 import holdfast
-from holdfast.errors import PlanError, UnsafeMetadataError
+from holdfast.errors import IntegrityError, PlanError, UnsafeMetadataError
 from holdfast.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 CLASSES: list[Any] = [BlockScaled, RowScaled]
@@ -103,6 +103,31 @@ def test_what_its_pickle_names_must_be_allowed(tmp_path: Path, steps: int) -> No
         assert_same_parts(target.state[weights[1]]["exp_avg"], BlockScaled.random(64, 32, seed=2))
     holdfast.load(state, checkpoint_id=tmp_path, allow_pickle=True)
     assert_same_parts(target.state[weights[1]]["exp_avg"], BlockScaled.random(64, 32, seed=1))
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return exec, ("raise AssertionError('it was run')",)
+
+
+def test_nothing_else_that_its_pickle_names_is_run(tmp_path: Path) -> None:
+    stock_save({"w": scaled(context=Evil())}, checkpoint_id=tmp_path)
+    with pytest.raises(UnsafeMetadataError, match=r"w: .*exec"):
+        holdfast.load({"w": scaled()}, checkpoint_id=tmp_path, safe_globals=CLASSES)
+
+
+@pytest.mark.parametrize("allow_pickle", [False, True])
+def test_a_flipped_byte_is_noticed(tmp_path: Path, allow_pickle: bool) -> None:
+    saved = scaled()
+    stock_save({"w": saved}, checkpoint_id=tmp_path)
+    [file] = tmp_path.glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[content.index(saved.codes.numpy().tobytes()) + 100] ^= 1
+    file.write_bytes(content)
+    target = scaled(seed=2)
+    with pytest.raises(IntegrityError, match=r"w: .*checksum"):
+        holdfast.load({"w": target}, checkpoint_id=tmp_path, safe_globals=CLASSES, allow_pickle=allow_pickle)
+    assert_same_parts(target, scaled(seed=2))
 
 
 def scaled(**changes: Any) -> BlockScaled:

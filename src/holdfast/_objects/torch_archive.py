@@ -40,17 +40,24 @@ def _read(archive: zipfile.ZipFile, name: str) -> bytes:
     return archive.read(name)
 
 
-def refuse_compressed(stream: io.BytesIO) -> None:
-    """Raise if a record of the container is compressed: a few bytes of it could be gigabytes.
+def check_records(stream: io.BytesIO) -> None:
+    """Raise if torch must not read the container, or would read damage in it without a word.
 
     Raises:
-        IntegrityError: One is.
+        IntegrityError: A record is compressed (a few bytes of it could be gigabytes), or is not what its
+            checksum says.
     """
     stream.seek(0)
     if zipfile.is_zipfile(stream):
         with zipfile.ZipFile(stream) as archive:
-            for info in archive.infolist():
+            infos = archive.infolist()
+            for info in infos:
                 _refuse(info)
+            # torch can be told to write none; then that of the pickle is 0, too.
+            has_checksums = any(info.CRC for info in infos if info.filename.endswith("/data.pkl"))
+            damaged = archive.testzip() if has_checksums else None
+            if damaged is not None:
+                raise IntegrityError(f"the record {damaged} is not what its checksum says")
     stream.seek(0)
 
 
@@ -62,7 +69,7 @@ def load_tensor(content: bytes, shape: Sequence[int], dtype: torch.dtype) -> tor
     """
     stream = io.BytesIO(content)
     try:
-        refuse_compressed(stream)
+        check_records(stream)
         tensor: Any = torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as error:
         raise IntegrityError(f"cannot be read: {error}") from error
