@@ -130,6 +130,19 @@ def test_a_flipped_byte_is_noticed(tmp_path: Path, allow_pickle: bool) -> None:
     assert_same_parts(target, scaled(seed=2))
 
 
+def test_what_torch_saved_without_checksums_is_loaded(tmp_path: Path) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        stock_save({"w": scaled(), "object": (1, torch.ones(2))}, checkpoint_id=tmp_path)
+    finally:
+        torch.serialization.set_crc32_options(before)
+    state: dict[str, Any] = {"w": scaled(seed=2), "object": None}
+    holdfast.load(state, checkpoint_id=tmp_path, safe_globals=CLASSES)
+    assert_same_parts(state["w"], scaled())
+    assert state["object"][1].tolist() == [1, 1]
+
+
 def scaled(**changes: Any) -> BlockScaled:
     return BlockScaled.random(64, 32, **changes)
 

@@ -10,13 +10,24 @@ import torch
 from holdfast.errors import IntegrityError
 
 
+def _open(stream: io.BytesIO) -> zipfile.ZipFile:
+    """The container, whose records are compared with their checksums when they are read, if it has any."""
+    archive = zipfile.ZipFile(stream)
+    infos = archive.infolist()
+    # torch can be told to write none. Then that of the pickle is 0, too.
+    if not any(info.CRC for info in infos if info.filename.endswith("/data.pkl")):
+        for info in infos:
+            info.CRC = None  # type: ignore[assignment] # Python compares nothing then
+    return archive
+
+
 def pickle_record(stream: io.BytesIO) -> bytes | None:
     """The pickle in the container, or None if this is not the container that torch.save makes today."""
     stream.seek(0)
     if not zipfile.is_zipfile(stream):
         stream.seek(0)
         return None
-    with zipfile.ZipFile(stream) as archive:
+    with _open(stream) as archive:
         names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
         return _read(archive, names[0]) if len(names) == 1 else None
 
@@ -26,7 +37,7 @@ def read_storages(stream: io.BytesIO) -> Callable[[str], bytearray]:
 
     def read(key: str) -> bytearray:
         stream.seek(0)
-        with zipfile.ZipFile(stream) as archive:
+        with _open(stream) as archive:
             names = [name for name in archive.namelist() if name.endswith(f"/data/{key}")]
             if len(names) != 1:
                 raise IntegrityError(f"the container has no storage {key!r}")
@@ -49,14 +60,10 @@ def check_records(stream: io.BytesIO) -> None:
     """
     stream.seek(0)
     if zipfile.is_zipfile(stream):
-        with zipfile.ZipFile(stream) as archive:
-            infos = archive.infolist()
-            for info in infos:
+        with _open(stream) as archive:
+            for info in archive.infolist():
                 _refuse(info)
-            # torch can be told to write none; then that of the pickle is 0, too.
-            has_checksums = any(info.CRC for info in infos if info.filename.endswith("/data.pkl"))
-            damaged = archive.testzip() if has_checksums else None
-            if damaged is not None:
+            if (damaged := archive.testzip()) is not None:
                 raise IntegrityError(f"the record {damaged} is not what its checksum says")
     stream.seek(0)
 
