@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.optimizers import LowBit
 from tests.support.stock_torch import stock_load
 from tests.support.subclasses import (
     BlockScaled,
@@ -299,24 +300,6 @@ def test_a_planner_that_does_not_flatten_refuses_it(tmp_path: Path) -> None:
     found = {"w": torch.zeros(3)}
     holdfast.load(found, checkpoint_id=tmp_path, planner=DefaultLoadPlanner(flatten_state_dict=False))
     assert torch.equal(found["w"], torch.ones(3))
-
-
-class LowBit(torch.optim.Optimizer):
-    """Keeps what it knows of a parameter in a tensor of a subclass, made in the first step."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
-            state["step"] = state.get("step", 0) + 1
-            state["exp_avg"] = BlockScaled.random(*parameter.shape, seed=state["step"])
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        parameters = self.param_groups[0]["params"]
-        for number, state in state_dict["state"].items():
-            self.state[parameters[number]] = state
 
 
 @pytest.mark.parametrize("steps", [0, 2])

@@ -3,6 +3,7 @@
 Everything is found out once, when a save or load begins.
 """
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from holdfast._engine.ports import (
     SavePlannerPort,
     WriterPort,
 )
+from holdfast._objects.decode import decode_object
 from holdfast._storage.store_reader import StoreReader
 from holdfast._storage.store_writer import StoreWriter
 from holdfast._torch_compat.torch_plugins import (
@@ -51,6 +53,11 @@ def adapt_load_planner(planner: Any) -> LoadPlannerPort:
         key_paths=lambda: _mapping_of(planner, "mappings") or {},
         allows_partial=bool(getattr(planner, "allow_partial_load", False)),
         ignores_shapes=bool(getattr(planner, "ignore_mismatched_sizes", False)),
+        decode=functools.partial(
+            decode_object,
+            allow_pickle=bool(getattr(planner, "allow_pickle", False)),
+            safe_globals=tuple(getattr(planner, "safe_globals", ())),
+        ),
     )
 
 

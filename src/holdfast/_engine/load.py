@@ -14,6 +14,7 @@ from holdfast._engine.checkpoint_metadata import (
     read_metadata,
 )
 from holdfast._engine.per_rank_values import LoadByRank
+from holdfast._engine.pickled_tensors import mark_pickled, pickled_shapes
 from holdfast._engine.ports import LoadPlannerPort, ReaderPort
 from holdfast._engine.rank_view import RankView, view_of_rank, warn_of_shared
 from holdfast._engine.tensor_subclasses import LoadParts
@@ -153,19 +154,28 @@ class _LoadSteps:
     def _need(self, stored: Metadata, *, is_shared: bool) -> _Need:
         planner, reader, exchange = self._planner, self._reader, self._exchange
         rank, world_size = exchange.rank, exchange.group_size
-        self._hooks.complete(stored)
+        shapes = pickled_shapes(stored) if planner.flattens else {}
+        self._hooks.complete(mark_pickled(stored, shapes))
         view = view_of_rank(stored, rank=rank, world_size=world_size, state=self._state_dict)
-        metadata = self._metadata = view.metadata
+        metadata, storage = view.metadata, view.stored
         self._by_rank = LoadByRank(self._state_dict, planner, metadata, rank=rank, world_size=world_size)
         state = self._by_rank.state
         if planner.flattens:
-            self._parts = LoadParts(state, planner, metadata)
+            self._parts = LoadParts(state, planner, metadata, shapes)
             state = self._parts.state
+            if storage is metadata:
+                storage = self._parts.metadata
+            metadata = self._parts.metadata
+        self._metadata = metadata
         planner.plugin.set_up_planner(state, metadata, exchange.is_coordinator)
-        reader.set_up(view.stored, self._context, use_collectives=is_shared)
+        reader.set_up(storage, self._context, use_collectives=is_shared)
         plan = planner.plugin.create_local_plan()
         result = self._result = cover(plan, planner.flat_state(), metadata)
-        self._hooks.check(planner.flat_state(), result, lambda keys: _read_ahead(keys, plan, view, reader))
+        self._hooks.check(planner.flat_state(), result, lambda keys: _objects_ahead(keys, plan, view, reader))
+        if self._parts is not None:
+            self._parts.pickled.check(
+                lambda keys, take: _read_ahead(keys, plan, view, reader, take), planner.decode
+            )
         fit = _fit(self._by_rank.state, planner, result, metadata, is_alone=exchange.world_size == 1)
         place = place_to_compare(stored, reader.place) if is_shared else None
         return reader.plugin.prepare_local_plan(view.translate(plan)), (view.shared_by(plan), fit, place)
@@ -229,24 +239,37 @@ def _plan(
     return exchange.decide("plan", need, merge), True
 
 
-class _Objects(LoadPlanner):
-    """Takes what is read ahead."""
+class _ObjectsAhead(LoadPlanner):
+    """Hands on what is read ahead."""
 
-    def __init__(self) -> None:
-        self.found: dict[str, Any] = {}
+    def __init__(self, take: Callable[[str, io.BytesIO], None]) -> None:
+        self.take = take
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        key = read_item.dest_index.fqn
-        self.found[key] = decode_object(key, value)
+        self.take(read_item.dest_index.fqn, value)
 
 
-def _read_ahead(keys: list[str], plan: LoadPlan, view: RankView, reader: ReaderPort) -> dict[str, Any]:
-    """The objects that a plan loads under some keys; nothing if the storage cannot read twice."""
-    if reader.read_ahead is None:
-        return {}
-    objects = _Objects()
-    reader.read_ahead(view.translate(plan_of_keys(plan, set(keys))), objects)
-    return objects.found
+def _read_ahead(
+    keys: list[str],
+    plan: LoadPlan,
+    view: RankView,
+    reader: ReaderPort,
+    take: Callable[[str, io.BytesIO], None],
+) -> None:
+    """Hand on the objects that a plan loads under some keys; nothing if the storage cannot read twice."""
+    if reader.read_ahead is not None:
+        reader.read_ahead(view.translate(plan_of_keys(plan, set(keys))), _ObjectsAhead(take))
+
+
+def _objects_ahead(keys: list[str], plan: LoadPlan, view: RankView, reader: ReaderPort) -> dict[str, Any]:
+    """The values of these objects."""
+    found: dict[str, Any] = {}
+
+    def take(key: str, stream: io.BytesIO) -> None:
+        found[key] = decode_object(key, stream)
+
+    _read_ahead(keys, plan, view, reader, take)
+    return found
 
 
 def _fit(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from holdfast._engine.pickled_tensors import PickledRoom, PickledTensorMetadata
 from holdfast._tensors.chunks import global_shape, is_any_tensor
 from holdfast._tensors.subclass_room import make_subclass
 from holdfast._tensors.tensor_parts import TensorParts
@@ -60,6 +61,8 @@ class StateMaker:
             ]
         if isinstance(stored, TensorStorageMetadata):
             return own if is_any_tensor(own) else self._make(stored)
+        if isinstance(stored, PickledTensorMetadata):
+            return own if is_any_tensor(own) else PickledRoom(*self._place())
         return None if is_any_tensor(own) else own
 
     def _make(self, entry: TensorStorageMetadata) -> torch.Tensor:
@@ -80,6 +83,10 @@ class StateMaker:
 
     def _make_subclass(self, stored: TensorParts) -> torch.Tensor:
         """A tensor of the class that the checkpoint has the parts of, without values."""
+        return make_subclass(stored, *self._place())
+
+    def _place(self) -> tuple[torch.Tensor | None, torch.device]:
+        """The parameter whose layout a tensor gets, if it gets one, and the device."""
         parameter = self.parameter
         device = self.device or (torch.device("cpu") if parameter is None else parameter.device)
-        return make_subclass(stored, None if self.is_whole else parameter, device)
+        return None if self.is_whole else parameter, device

@@ -4,6 +4,7 @@
 engine: planners and storages are handed each other's plugins, never each other's ports.
 """
 
+import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,6 +59,7 @@ class LoadPlannerPort:
         key_paths: Returns the paths of the keys of the flat state, as far as they are known.
         allows_partial: Whether it was told to leave alone keys that the checkpoint does not have.
         ignores_shapes: Whether it was told to leave alone tensors of another shape.
+        decode: Makes an object of what a storage reads under a key, allowing what the planner allows.
     """
 
     plugin: LoadPlanner
@@ -68,6 +70,7 @@ class LoadPlannerPort:
     key_paths: Callable[[], Mapping[str, Any]]
     allows_partial: bool
     ignores_shapes: bool
+    decode: Callable[[str, io.BytesIO], Any]
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Tensor subclasses, wherever they stand in a state: replaced by their parts, and filled by a load."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast._contents.nested_state import Path
+from holdfast._engine.pickled_tensors import PickledTensors
 from holdfast._engine.ports import LoadPlannerPort, SavePlannerPort
 from holdfast._engine.saved_by_rank import find
 from holdfast._engine.state_walk import StateWalk
@@ -23,11 +24,12 @@ from holdfast._tensors.tensor_parts import (
     TensorParts,
     has_parts,
     is_made_of_parts,
+    leaves_of,
     put_together,
     take_apart,
     why_other,
 )
-from holdfast.metadata import Metadata, TensorStorageMetadata
+from holdfast.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
 
 
 def open_subclasses(state: dict[str, Any], planner: SavePlannerPort) -> dict[str, Any]:
@@ -54,9 +56,12 @@ def _walk(replace: Callable[[torch.Tensor, Path], Any], *, all_dtensors: bool) -
     def replace_once(value: torch.Tensor, path: Path) -> Any:
         if type(value) is DTensor and not all_dtensors and type(value._local_tensor) in PLAIN_TYPES:  # noqa: SLF001
             return value
-        if id(value) not in replaced:
-            replaced[id(value)] = value, replace(value, path)
-        return replaced[id(value)][1]
+        if id(value) in replaced:
+            return replaced[id(value)][1]
+        made = replace(value, path)
+        if isinstance(made, TensorParts):
+            replaced[id(value)] = value, made
+        return made
 
     return StateWalk(torch.Tensor, lambda kind: has_parts(kind) or issubclass(kind, DTensor), replace_once)
 
@@ -85,17 +90,27 @@ class LoadParts:
         state: The state. It is not changed before :meth:`finish`.
         planner: The planner that will load. It names each value, and says which dtypes may differ.
         metadata: The checkpoint's metadata.
+        shapes: The tensors of torch's whose class is not known yet; see ``pickled_shapes``.
 
     Attributes:
         state: What the planner is to load into; the given one if there is no such tensor in it.
+        metadata: What the planner and the storage are to load from; other metadata if there are ``pickled``.
+        pickled: Those that torch stored as one item each.
 
     Raises:
         PlanError: The state has another class, shape, dtype or context than the checkpoint, or only one of
             both has parts. All places are named.
     """
 
-    def __init__(self, state: dict[str, Any], planner: LoadPlannerPort, metadata: Metadata) -> None:
+    def __init__(
+        self,
+        state: dict[str, Any],
+        planner: LoadPlannerPort,
+        metadata: Metadata,
+        shapes: dict[str, list[int]],
+    ) -> None:
         self._metadata, self._planner = metadata, planner
+        self.pickled = PickledTensors(metadata, shapes)
         containers = containers_of(metadata.planner_data)
         self._stored = {
             key: (path, about)
@@ -105,11 +120,16 @@ class LoadParts:
         self._opened: dict[int, _OpenedTensor] = {}
         self._walk = _walk(self._replace, all_dtensors=bool(self._stored))
         self.state = self._walk.start(state)
-        self._check(FitReport())
+        report = FitReport()
+        self.pickled.find_rooms(self.state, report)
+        self.metadata = self.pickled.as_objects()
+        self._check(report)
 
     def _replace(self, value: torch.Tensor, path: Path) -> Any:
         key = flat_key(path)
         if is_made_of_parts(value):
+            if (stand_in := self.pickled.stand_in(value, key)) is not None:
+                return stand_in
             parts = take_apart(value, key)
         elif key in self._stored and isinstance(value, DTensor) and not local_chunks(value):
             # A rank that holds nothing may have a plain tensor without elements, whatever the others have.
@@ -138,13 +158,11 @@ class LoadParts:
             _note(opened.key, opened.parts, wanted)
             if self._planner.allows_partial or self._planner.ignores_shapes:
                 self._check_parts(opened.key, opened.parts, report)
-            if opened.key in self._metadata.state_dict_metadata:
-                report.add(
-                    "kind",
-                    opened.key,
-                    f"the checkpoint has one value here, the state a {opened.parts.class_name}, which is "
-                    f"stored as its parts: {', '.join(opened.parts)}",
-                )
+            if (entry := self._metadata.state_dict_metadata.get(opened.key)) is not None:
+                report.add("kind", opened.key, _why_no_parts(entry, opened))
+        for key, tensor in self.pickled.targets.items():
+            if isinstance(entry := self._metadata.state_dict_metadata[key], TensorStorageMetadata):
+                dtypes.check(key, entry.properties.dtype, tensor.dtype)
         for key, (path, about) in self._stored.items():
             if key in wanted:
                 if reason := why_other(about, wanted[key]):
@@ -165,7 +183,7 @@ class LoadParts:
     def _check_parts(self, key: str, parts: TensorParts, report: FitReport) -> None:
         """Report a tensor of which the planner would load some parts, and leave others as they are."""
         stored = self._metadata.state_dict_metadata
-        leaves = dict(_leaves_of(key, parts))
+        leaves = dict(leaves_of(key, parts))
         missing = [name for name in leaves if name not in stored]
         if missing and len(missing) < len(leaves):
             report.add("kind", missing[0], "the checkpoint has other parts of this tensor, but not this one")
@@ -177,13 +195,28 @@ class LoadParts:
 
     def finish(self) -> None:
         """After the load: put what was loaded where it belongs, and tensors where their parts stood."""
-        self._walk.put_back(lambda _, value: self._loaded(value))
+        self.pickled.fill_rooms(self.state)
+        self._walk.put_back(self._loaded)
 
-    def _loaded(self, value: Any) -> Any:
+    def _loaded(self, before: Any, value: Any) -> Any:
         opened = self._opened.get(id(value))
         if opened is None:
-            return value
+            return self.pickled.fill(before, value)
         return put_together(opened.tensor, opened.parts) if opened.is_held else opened.tensor
+
+
+def _why_no_parts(entry: STORAGE_TYPES, opened: _OpenedTensor) -> str:
+    reason = (
+        f"the checkpoint has one value here, the state a {opened.parts.class_name}, which is stored as its "
+        f"parts: {', '.join(opened.parts)}"
+    )
+    if isinstance(entry, TensorStorageMetadata):
+        reason += (
+            f". That value has shape {tuple(entry.size)}, in {len(entry.chunks)} piece(s); this "
+            f"tensor has shape {tuple(opened.tensor.shape)}. If torch saved it, this rank must hold one of "
+            "its pieces: load with as many ranks, divided as it was saved"
+        )
+    return reason
 
 
 def _check_dtype(key: str, stored: str, wanted: str, dtypes: DtypeFit) -> None:
@@ -200,11 +233,3 @@ def _note(key: str, parts: TensorParts, wanted: dict[str, About]) -> None:
     for name, part in parts.items():
         if isinstance(part, TensorParts):
             _note(f"{key}.{name}", part, wanted)
-
-
-def _leaves_of(key: str, parts: TensorParts) -> Iterator[tuple[str, Any]]:
-    for name, part in parts.items():
-        if isinstance(part, TensorParts):
-            yield from _leaves_of(f"{key}.{name}", part)
-        else:
-            yield f"{key}.{name}", part

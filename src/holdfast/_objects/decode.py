@@ -31,7 +31,7 @@ from holdfast._objects.rebuild_tensors import (
     TensorName,
     storage_of,
 )
-from holdfast._objects.torch_archive import pickle_record, read_storages, refuse_compressed
+from holdfast._objects.torch_archive import check_records, pickle_record, read_storages
 from holdfast.errors import IntegrityError, UnsafeMetadataError
 
 _Globals: TypeAlias = Sequence[Callable[..., Any] | type]
@@ -58,6 +58,8 @@ def decode_object(
     """
     with explaining(key):
         if allow_pickle:
+            if not isinstance(stream, LoadedObject):
+                check_records(stream)
             return torch.load(stream, weights_only=False)
         if isinstance(stream, LoadedObject):
             # Bytes that we stored are the payload itself; anything else in our containers is a pickle.
@@ -115,7 +117,7 @@ def explaining(key: str) -> Iterator[None]:
 
 
 def _load_by_torch(stream: io.BytesIO, safe_globals: _Globals) -> Any:
-    refuse_compressed(stream)
+    check_records(stream)
     try:
         with torch.serialization.safe_globals(list(safe_globals)):
             return torch.load(stream, weights_only=True)

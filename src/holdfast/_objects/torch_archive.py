@@ -10,13 +10,24 @@ import torch
 from holdfast.errors import IntegrityError
 
 
+def _open(stream: io.BytesIO) -> zipfile.ZipFile:
+    """The container, whose records are compared with their checksums when they are read, if it has any."""
+    archive = zipfile.ZipFile(stream)
+    infos = archive.infolist()
+    # torch can be told to write none. Then that of the pickle is 0, too.
+    if not any(info.CRC for info in infos if info.filename.endswith("/data.pkl")):
+        for info in infos:
+            info.CRC = None  # type: ignore[assignment] # Python compares nothing then
+    return archive
+
+
 def pickle_record(stream: io.BytesIO) -> bytes | None:
     """The pickle in the container, or None if this is not the container that torch.save makes today."""
     stream.seek(0)
     if not zipfile.is_zipfile(stream):
         stream.seek(0)
         return None
-    with zipfile.ZipFile(stream) as archive:
+    with _open(stream) as archive:
         names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
         return _read(archive, names[0]) if len(names) == 1 else None
 
@@ -26,7 +37,7 @@ def read_storages(stream: io.BytesIO) -> Callable[[str], bytearray]:
 
     def read(key: str) -> bytearray:
         stream.seek(0)
-        with zipfile.ZipFile(stream) as archive:
+        with _open(stream) as archive:
             names = [name for name in archive.namelist() if name.endswith(f"/data/{key}")]
             if len(names) != 1:
                 raise IntegrityError(f"the container has no storage {key!r}")
@@ -40,17 +51,20 @@ def _read(archive: zipfile.ZipFile, name: str) -> bytes:
     return archive.read(name)
 
 
-def refuse_compressed(stream: io.BytesIO) -> None:
-    """Raise if a record of the container is compressed: a few bytes of it could be gigabytes.
+def check_records(stream: io.BytesIO) -> None:
+    """Raise if torch must not read the container, or would read damage in it without a word.
 
     Raises:
-        IntegrityError: One is.
+        IntegrityError: A record is compressed (a few bytes of it could be gigabytes), or is not what its
+            checksum says.
     """
     stream.seek(0)
     if zipfile.is_zipfile(stream):
-        with zipfile.ZipFile(stream) as archive:
+        with _open(stream) as archive:
             for info in archive.infolist():
                 _refuse(info)
+            if (damaged := archive.testzip()) is not None:
+                raise IntegrityError(f"the record {damaged} is not what its checksum says")
     stream.seek(0)
 
 
@@ -62,7 +76,7 @@ def load_tensor(content: bytes, shape: Sequence[int], dtype: torch.dtype) -> tor
     """
     stream = io.BytesIO(content)
     try:
-        refuse_compressed(stream)
+        check_records(stream)
         tensor: Any = torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as error:
         raise IntegrityError(f"cannot be read: {error}") from error

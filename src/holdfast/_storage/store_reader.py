@@ -135,7 +135,7 @@ class StoreReader(AtStore[FileSource], StorageReader):
 
     def read_ahead(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """As ``read_data``, for a few objects that must be known before the load begins."""
-        self._read(self.store, plan, planner, ProgressTracker())
+        self._read(self.store, plan, planner, ProgressTracker(), may_change=lambda _: False)
 
     def _read(
         self,
@@ -144,6 +144,7 @@ class StoreReader(AtStore[FileSource], StorageReader):
         planner: LoadPlanner,
         progress: ProgressTracker,
         threads: int | None = None,
+        may_change: Callable[[str], bool] | None = None,
     ) -> None:
         if self._metadata is None:
             raise UsageError("set_up_storage_reader must be called before read_data")
@@ -157,7 +158,7 @@ class StoreReader(AtStore[FileSource], StorageReader):
             budget=self.memory_budget,
             verify=self.verify,
             progress=progress,
-            may_change=self.context.may_change,
+            may_change=may_change or self.context.may_change,
         )
 
     def read_data_together(

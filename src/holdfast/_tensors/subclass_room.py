@@ -26,14 +26,25 @@ def make_subclass(stored: TensorParts, parameter: torch.Tensor | None, device: t
     whole = stored.with_parts(_on_meta).rebuild()
     if not isinstance(parameter, DTensor) or parameter.shape != whole.shape:
         return _with_memory(whole, device)
-    about = TensorMeta(whole.shape, whole.stride(), whole.dtype)
-    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=about)
     pieces = held_pieces(parameter)
     local = torch.empty(0, dtype=whole.dtype, device=device)
     if len(pieces) == 1:
         local = _with_memory(_cut_out(whole, pieces[0].offsets, pieces[0].lengths, stored), device)
     elif pieces:
         raise _indivisible(stored, "each rank holds several boxes of the parameter")
+    return as_parameter_is(local, parameter, TensorMeta(whole.shape, whole.stride(), whole.dtype))
+
+
+def as_parameter_is(local: torch.Tensor, parameter: DTensor, whole: TensorMeta | None = None) -> DTensor:
+    """What this rank holds of a tensor as a DTensor, divided as a parameter is.
+
+    Args:
+        local: What this rank holds.
+        parameter: The parameter.
+        whole: Shape, stride and dtype of the whole; by default the parameter's, with the dtype of ``local``.
+    """
+    about = whole or TensorMeta(parameter.shape, parameter.stride(), local.dtype)
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=about)
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 

@@ -4,7 +4,7 @@ Such a class has ``__tensor_flatten__`` and ``__tensor_unflatten__``: quantized 
 states, float8 tensors.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -151,6 +151,15 @@ def take_apart(value: torch.Tensor, key: str) -> TensorParts:
         for name, part in parts.items()
     }
     return TensorParts(opened, about=about)
+
+
+def leaves_of(key: str, parts: TensorParts) -> Iterator[tuple[str, Any]]:
+    """The parts that have no parts themselves, each with its flat key."""
+    for name, part in parts.items():
+        if isinstance(part, TensorParts):
+            yield from leaves_of(f"{key}.{name}", part)
+        else:
+            yield f"{key}.{name}", part
 
 
 def _part(inner: torch.Tensor, name: str) -> torch.Tensor:
