@@ -61,22 +61,23 @@ class Fleet:
             lengths = (shape[0] // cells[0], shape[1] // cells[1])
             yield Part(_key(number), shape, (row * lengths[0], column * lengths[1]), lengths)
 
-    def state(self, rank: int) -> dict[str, Any]:
+    def state(self, rank: int, *, to_load: bool = False) -> dict[str, Any]:
         """What a rank would give to ``save`` or ``load``: a model of DTensors, or of plain tensors.
 
-        Tensors of one shape are one object: what is planned is the same, and it is made sooner.
+        To be saved, tensors of one shape are one object: what is planned is the same, and it is made sooner.
         """
         fake = FakeRank(rank, FakeGroup(self.ranks, timeout=60))
-        made: dict[tuple[int, ...], torch.Tensor] = {}
-        for part in self.parts(rank):
-            if part.shape not in made:
+        made: dict[object, torch.Tensor] = {}
+        for number, part in enumerate(self.parts(rank)):
+            which = number if to_load else part.shape
+            if which not in made:
                 local = torch.zeros(part.lengths)
-                made[part.shape] = (
+                made[which] = (
                     fake.assemble(local, fake.mesh(*self._mesh()), self._placements(), part.shape)
                     if self.is_sharded
                     else local
                 )
-        return {"model": {_name(n): made[self._shape(n)] for n in range(self.tensors)}}
+        return {"model": {_name(n): made[n if to_load else self._shape(n)] for n in range(self.tensors)}}
 
     def path(self, number: int) -> tuple[str, str]:
         """Where a tensor stands in the state."""

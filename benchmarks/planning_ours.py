@@ -79,7 +79,7 @@ def run_ours(fleet: Fleet, file: Path, folder: Path) -> Stages:
     # A load of either file reads the same bytes of it, footer and manifest.
     read = stages.time("read", _read, folder)
     assert len(read.state_dict_metadata) == fleet.tensors
-    state = fleet.state(fleet.ranks // 2)
+    state = fleet.state(fleet.ranks // 2, to_load=True)
     plan = stages.time("load plan", _plan_load, state, read)
     assert len(plan.items) == fleet.tensors
     return stages

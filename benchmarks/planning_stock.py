@@ -61,7 +61,7 @@ def run_stock(fleet: Fleet, folder: Path) -> Stages:
     del plans, results, description
     read = stages.time("read", filesystem.FileSystemReader(folder).read_metadata)
     assert len(read.state_dict_metadata) == fleet.tensors
-    state = fleet.state(fleet.ranks // 2)
+    state = fleet.state(fleet.ranks // 2, to_load=True)
     plan = stages.time("load plan", _plan_load, state, read)
     assert len(plan.items) == fleet.tensors
     stages.seconds["write without"] = stages.seconds["write"]
