@@ -39,7 +39,7 @@ for row in $ROWS; do
       { echo "not installed, see $log"; failed=1; continue; }
   fi
   [ "$STEP" = install ] && echo installed && continue
-  if PYTHONPATH=$PWD/src "$environment/bin/python" -m pytest -q -n "$JOBS" --dist loadfile -m 'not slow' > "$log" 2>&1
+  if PYTHONPATH=$PWD/src "$environment/bin/python" -m pytest -q -n "$JOBS" --dist loadfile -m 'not slow and not browser' > "$log" 2>&1
   then :; else failed=1; fi
   tail -n 1 "$log"
 done

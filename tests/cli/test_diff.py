@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.stock_torch import stock_save
+from tests.support.stock_torch import IS_NEWEST, stock_save
 
 import holdfast
 from holdfast.cli import main
@@ -131,6 +131,7 @@ def test_integers_that_a_float_cannot_tell_apart_and_nans_are_compared_by_their_
     assert {value["key"]: value["differing"] for value in found["values"]} == {"ids": 1, "losses": 1}
 
 
+@pytest.mark.skipif(not IS_NEWEST, reason="this torch cannot copy 4-bit numbers, or has none")
 def test_a_dtype_without_numbers_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, change in (("a", 0), ("b", 1)):
         packed = torch.tensor([change, 2, 3], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
