@@ -402,7 +402,7 @@ def test_sparse_tensors_are_not_replaced_by_others(
 ) -> None:
     hf.save({"sparse": _sparse(3, torch.float32)}, checkpoint_id=tmp_path)
     state = {"sparse": wanted}
-    with pytest.raises(error, match="sparse: the checkpoint has"):
+    with pytest.raises(error, match=r"sparse: the checkpoint has the .* leave the key out"):
         hf.load(state, checkpoint_id=tmp_path)
     assert state["sparse"] is wanted
     state = {"sparse": _sparse(3, torch.float32) * 2}

@@ -52,7 +52,7 @@ def _read(archive: zipfile.ZipFile, name: str) -> bytes:
 
 
 def check_records(stream: io.BytesIO) -> None:
-    """Raise if torch must not read the container, or would read damage in it without a word.
+    """Raise if torch must not read the container, or would not notice that it is damaged.
 
     Raises:
         IntegrityError: A record is compressed (a few bytes of it could be gigabytes), or is not what its

@@ -12,7 +12,7 @@ from holdfast._format.description import OBJECT
 from holdfast._human_units import some_of
 from holdfast._plan.container_fit import ContainerFit
 from holdfast._plan.dtype_fit import DtypeFit
-from holdfast._plan.fit_report import FitReport, Kind
+from holdfast._plan.fit_report import FitReport
 from holdfast._plan.flatten import paths_of
 from holdfast._plan.load_coverage import is_of_another_rank, own_places
 from holdfast._plan.metadata_entries import description_of, directory_of, dtypes_of, is_one_whole_chunk
@@ -21,7 +21,7 @@ from holdfast._plan.reshard import Resharding
 from holdfast._tensors.checkpointable import describes_itself
 from holdfast._tensors.chunks import dtype_of, global_shape, is_tensor, local_parts, refuse_undescribable
 from holdfast._tensors.layout_table import Layout, LayoutTable
-from holdfast.errors import PlanError
+from holdfast.errors import DtypeMismatchError, PlanError, ShapeMismatchError
 from holdfast.metadata import Metadata
 from holdfast.per_rank import KEPT
 from holdfast.planner import LoadPlan
@@ -178,16 +178,20 @@ def check_replacement(key: str, value: Any, loaded: Any) -> None:
     """
     if not (isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor)):
         return
-    report = FitReport()
-    kinds: list[tuple[Kind, Any, Any]] = [
-        ("shape", tuple(loaded.shape), tuple(value.shape)),
-        ("dtype", loaded.dtype, value.dtype),
-        ("kind", loaded.layout, value.layout),
+    facts: list[tuple[type[PlanError], str, Any, Any]] = [
+        (ShapeMismatchError, "shape", tuple(loaded.shape), tuple(value.shape)),
+        (DtypeMismatchError, "dtype", loaded.dtype, value.dtype),
+        (PlanError, "layout", loaded.layout, value.layout),
     ]
-    for kind, stored, wanted in kinds:
-        if stored != wanted:
-            report.add(kind, key, f"the checkpoint has {stored}, the state {wanted}")
-    report.raise_if_any()
+    for error, what, found, expected in facts:
+        if found != expected:
+            raise error(
+                f"{key}: the checkpoint has the {what} {found}, the state {expected}. Give the state such a "
+                "tensor, or leave the key out of it.",
+                key=key,
+                expected=expected,
+                found=found,
+            )
 
 
 def _repeats_memory(tensor: torch.Tensor) -> bool:
