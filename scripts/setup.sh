@@ -22,4 +22,4 @@ printf 'Installing holdfast and its tools (once; torch is large)\n'
   fail "pip could not install the packages above. Is a package index reachable, and is there a wheel of
 torch $(sed -n 's/^torch==//p' constraints.txt) for $("$PYTHON" --version)? Run it again with: make setup"
 
-sh "$(dirname "$0")/install_commands.sh" strace:strace mount:mount mkfs.ext4:e2fsprogs ip:iproute2
+sh "$(dirname "$0")/install_commands.sh" strace:strace mount:mount mkfs.ext4:e2fsprogs ip:iproute2 openssl:openssl

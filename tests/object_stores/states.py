@@ -1,10 +1,9 @@
 """Small checkpoints in an object store, told apart by one number."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from tests.support.s3_server import S3Server
 
 import holdfast
 from holdfast._io.places import open_bucket
@@ -34,12 +33,18 @@ def load(place: str, nbytes: int = 4096, **options: Any) -> float:
     return value
 
 
-def store_of(place: str, server: S3Server) -> ByteStore:
+class Server(Protocol):
+    """What answers at an endpoint."""
+
+    endpoint: str
+
+
+def store_of(place: str, server: Server) -> ByteStore:
     """The place as it is on the server, past any proxy."""
     return open_bucket(place, options={"endpoint": server.endpoint})
 
 
-def rival_for(place: str, value: float, server: S3Server) -> Callable[[object], None]:
+def rival_for(place: str, value: float, server: Server) -> Callable[[object], None]:
     """Save a checkpoint elsewhere; the result copies it to ``place``, as a save without leases would."""
     elsewhere = f"{place}-rival"
     save(elsewhere, value, options={"endpoint": server.endpoint})

@@ -15,6 +15,7 @@ _PACKAGES = {
     "ip": "iproute2",
     "mkfs.ext4": "e2fsprogs",
     "mount": "mount",
+    "openssl": "openssl",
     "strace": "strace",
     "umount": "mount",
 }

@@ -179,6 +179,7 @@ class BucketAccess:
         if self.kind == "S3Store":
             provider = self._add_s3_settings(config, endpoint)
         elif endpoint and self.kind == "GCSStore":
+            config.pop("endpoint", None)  # obstore's name for it is another one here
             config.setdefault("base_url", endpoint if "://" in endpoint else f"http://{endpoint}")
         client = {**_CLIENT, **self.client_options}
         if endpoint and not endpoint.startswith("https://"):
