@@ -10,8 +10,7 @@ from holdfast._plan.metadata_entries import dtypes_of
 from holdfast._plan.planner_values import own_values
 from holdfast._plan.read_columns import ReadBox, ReadColumns, read_columns_of
 from holdfast._storage.item_places import ItemPlaces, places_of
-from holdfast._storage.small_items import SMALL
-from holdfast._storage.small_reads import SmallTensors
+from holdfast._storage.small_reads import SmallTensors, most_nbytes
 from holdfast.errors import InvalidPlanError
 from holdfast.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -111,12 +110,12 @@ def _from_columns(
     small: dict[int, list[tuple[int, str, ReadBox | None]]] = {}
     files, nbytes, kinds = places.files, places.payload_nbytes, places.directory.kinds
     numbers, boxes, all_are_plain = places.directory.numbers, columns.boxes, places.all_are_plain
-    names = places.manifest.file_names
+    names, most = places.manifest.file_names, most_nbytes(places.manifest.block_size)
     for number, (key, row) in enumerate(zip(columns.keys, columns.rows, strict=True)):
         box = boxes.get(number)
         if (
             values is not None
-            and 0 <= nbytes[row] < SMALL
+            and 0 <= nbytes[row] <= most
             and (box is None or box.is_whole)
             and not kinds[numbers[key]]
             and (all_are_plain or places.is_plain(row))

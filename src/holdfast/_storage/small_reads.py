@@ -1,5 +1,6 @@
 """Owns the reading of small tensors that are wanted whole: many in one request, straight into the state."""
 
+import contextlib
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,22 +11,36 @@ import torch
 from torch.autograd.graph import increment_version
 
 from holdfast._format.item_table import Payload, StorageInfo
-from holdfast._io.blocks import crc32
+from holdfast._io.blocks import crc32, crc32_in_one_turn
+from holdfast._io.local_buffers import BUFFER_NBYTES, borrow, give_back
 from holdfast._io.store import StoreTraits
 from holdfast._plan.read_columns import ReadBox
 from holdfast._storage.destinations import Destination, ReadContext
 from holdfast._storage.item_places import ItemPlaces
 from holdfast._storage.open_files import SharedFile
-from holdfast._storage.small_items import SMALL
 from holdfast._tensors.chunks import find_box
 from holdfast._tensors.layout_table import LayoutTable
 from holdfast.errors import ChecksumError, MetadataFormatError
 from holdfast.planner import ReadItem
 
+_MOST = 512 << 10
+"""Larger tensors are read each by itself, straight into their memory. That is less work for a byte, but each
+takes several exchanges of the interpreter's lock between the threads, about 0.1 ms."""
+
+_LITTLE = 5 << 10
+_FRESH = 256 << 10
+"""Memory of this size is taken anew for each request; larger memory is used again, because its pages cost
+more than the copy."""
+
+
+def most_nbytes(block_size: int) -> int:
+    """The largest payload that counts as small: it must have one checksum."""
+    return min(_MOST, block_size)
+
 
 def is_small(info: StorageInfo, shape: Sequence[int], item: ReadItem) -> bool:
     """Whether an item is read with its neighbours: raw, at most one block, and wanted whole."""
-    return info.is_raw and info.payload_nbytes < SMALL and item.lengths == shape
+    return info.is_raw and info.payload_nbytes <= most_nbytes(info.block_size) and item.lengths == shape
 
 
 @dataclass(frozen=True)
@@ -145,25 +160,40 @@ def _read(context: ReadContext, file: SharedFile, tensors: SmallTensors, span: s
     tensors = tensors.take(span)
     begin = tensors.starts[0]
     nbytes = tensors.starts[-1] + tensors.nbytes[-1] - begin
-    with context.budget.hold(nbytes):
-        content = bytearray(max(nbytes, 1))
-        file.read_neighbours(
-            begin, memoryview(content)[:nbytes], tensors.payloads if context.verify else list
-        )
+    with context.budget.hold(nbytes), _scratch(nbytes) as content:
+        file.read_neighbours(begin, content, tensors.payloads if context.verify else list)
         if context.verify:
             _check(content, tensors, file.path)
-        with context.calls.lock:
-            if tensors.values is not None:
-                context.calls.touched += tensors.keys
+        if tensors.values is not None:
+            context.calls.touched += tensors.keys
             _put(content, tensors)
+        else:
+            with context.calls.lock:
+                _put(content, tensors)
 
 
-def _check(content: bytearray, tensors: SmallTensors, path: str) -> None:
-    view, crc, begin = memoryview(content), crc32, tensors.starts[0]
+@contextlib.contextmanager
+def _scratch(nbytes: int) -> Iterator[memoryview]:
+    """Memory for so many bytes, with anything in it."""
+    if not _FRESH < nbytes <= BUFFER_NBYTES:
+        yield memoryview(bytearray(nbytes))
+        return
+    buffer = borrow()
+    try:
+        # Not released at the end: an error keeps views of it alive.
+        yield memoryview(buffer)[:nbytes]
+    finally:
+        give_back(buffer)
+
+
+def _check(content: memoryview, tensors: SmallTensors, path: str) -> None:
+    begin = tensors.starts[0]
     for start, nbytes, expected, key in zip(
         tensors.starts, tensors.nbytes, tensors.checksums, tensors.keys, strict=True
     ):
-        if expected is not None and crc(view[start - begin : start - begin + nbytes]) != expected:
+        # Of little memory both keep the interpreter's lock, and crc32 is quicker.
+        crc = crc32 if nbytes < _LITTLE else crc32_in_one_turn
+        if expected is not None and crc(content[start - begin : start - begin + nbytes]) != expected:
             raise ChecksumError(
                 f"{key}: {path}: the {nbytes} bytes at {start} are not the ones that were written. Restore "
                 "the file, or load another checkpoint.",
@@ -172,9 +202,10 @@ def _check(content: bytearray, tensors: SmallTensors, path: str) -> None:
             )
 
 
-def _put(content: bytearray, tensors: SmallTensors) -> None:
-    memory, move = (ctypes.c_ubyte * len(content)).from_buffer(content), ctypes.memmove
-    address, begin = ctypes.addressof(memory), tensors.starts[0]
+def _put(content: memoryview, tensors: SmallTensors) -> None:
+    move, begin = ctypes.memmove, tensors.starts[0]
+    memory = ctypes.c_char.from_buffer(content) if len(content) else ctypes.c_char()  # keeps it in its place
+    address = ctypes.addressof(memory)
     moved = list[torch.Tensor]()
     # The targets first in the zip: a planner is told of a tensor when the next one is asked for.
     for target, start, nbytes, dtype, key in zip(
@@ -197,6 +228,6 @@ def _put(content: bytearray, tensors: SmallTensors) -> None:
             move(target.data_ptr(), address + start - begin, nbytes)
             moved.append(target)
         elif nbytes:
-            part = memoryview(content)[start - begin : start - begin + nbytes]
+            part = content[start - begin : start - begin + nbytes]
             target.detach().copy_(torch.frombuffer(part, dtype=dtype).view(target.shape))
     increment_version(moved)  # as ``copy_`` does: a backward pass that needs what was there must raise
