@@ -333,3 +333,21 @@ def test_flattening_and_unflattening_gives_the_same_state(state: dict[Any, Any])
     except UsageError:
         return
     assert described(unflatten(flat, structure, structure.containers)) == described(state)
+
+
+def test_lists_with_nothing_but_tensors_that_are_stored_whole_are_rebuilt(tmp_path: Path) -> None:
+    whole = torch.eye(3).to_sparse()
+    save({"a": [whole, 5], "b": [[whole]]}, tmp_path)
+    loaded = load_all(tmp_path)
+    assert torch.equal(loaded["a"][0].to_dense(), torch.eye(3))
+    assert loaded["a"][1:] == [5]
+    assert torch.equal(loaded["b"][0][0].to_dense(), torch.eye(3))
+
+
+def test_a_position_of_a_list_is_loaded_alone(tmp_path: Path) -> None:
+    entries = [torch.ones(2), {"x": 1, "y": [torch.zeros(3), 7]}, torch.ones(1).to_sparse(), "plain"]
+    save({"a": entries}, tmp_path)
+    assert load_all(tmp_path, "a.1.x") == {"a": [None, {"x": 1}]}
+    assert load_all(tmp_path, "a.1.y.1") == {"a": [None, {"y": [None, 7]}]}
+    assert load_all(tmp_path, "a.3") == {"a": [None, None, None, "plain"]}
+    assert described(load_all(tmp_path, "a.1")) == described({"a": [None, entries[1]]})
