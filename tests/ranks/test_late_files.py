@@ -1,4 +1,4 @@
-"""A rank that still writes when the save has failed elsewhere, and is killed: the next save removes its files."""
+"""A rank that makes files when the save has failed elsewhere, and is killed: the next save removes them."""
 
 import os
 import signal
