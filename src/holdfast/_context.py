@@ -26,6 +26,11 @@ def _nobody_objects() -> None:
     """The answer where no other rank takes part."""
 
 
+def _nobody_works() -> bool:
+    """The same, where it is asked whether others are at work."""
+    return False
+
+
 @dataclass
 class SaveContext:
     """One save, as a storage writer sees it.
@@ -37,6 +42,7 @@ class SaveContext:
         use_collectives: False if each rank writes a checkpoint of its own part.
         progress: Told of the bytes that were written. Telling it raises if the save is cancelled.
         confirm_commit: Called directly before the commit; raises if another rank has given this save up.
+        others_at_work: Tells the coordinator, after a failure, whether other ranks may still be writing.
         open_broadcast: Connects ranks to send each other bytes, see ``Exchange.open_broadcast``; None if that
             is not possible. To be called in ``write_data`` only, and not in another process.
         writes_elsewhere: Whether another process would write, unless ``write_data`` needs ``open_broadcast``.
@@ -51,6 +57,7 @@ class SaveContext:
     use_collectives: bool = True
     progress: ProgressTracker = field(default_factory=ProgressTracker)
     confirm_commit: Callable[[], None] = _nobody_objects
+    others_at_work: Callable[[], bool] = _nobody_works
     open_broadcast: "Callable[[Sequence[int], Callable[[], None]], Broadcast] | None" = None
     writes_elsewhere: bool = False
     recorder: TransferRecorder | None = None

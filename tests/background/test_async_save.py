@@ -301,6 +301,34 @@ def test_every_form_of_load_raises_a_failure_that_nobody_has_seen(tmp_path: Path
     call()
 
 
+def test_a_failure_that_a_thread_waits_for_is_not_raised_by_a_load_of_another(tmp_path: Path) -> None:
+    holdfast.save(state(1), checkpoint_id=tmp_path / "good")
+
+    class GatedFailure(Gated):
+        def finish(self, *_: Any) -> None:
+            raise OSError("on purpose")
+
+    # The system decides which thread goes on first when the save has failed: often enough it is this one.
+    for number in range(30):
+        writer = GatedFailure(tmp_path / str(number))
+        future = saving(state(2), storage_writer=writer)
+        told: list[BaseException | None] = []
+        asks = threading.Event()
+
+        def ask(future: Any = future, asks: Any = asks, told: Any = told) -> None:
+            asks.set()
+            told.append(future.exception(HANG_GUARD))
+
+        waiting = threading.Thread(target=ask)
+        waiting.start()
+        assert asks.wait(HANG_GUARD)
+        writer.may_go.set()
+        concurrent.futures.wait([future], HANG_GUARD)
+        holdfast.load(state(), checkpoint_id=tmp_path / "good")
+        waiting.join(HANG_GUARD)
+        assert isinstance(told[0], OSError)
+
+
 def test_progress_is_seen_and_cancelling_works_within_one_value(tmp_path: Path) -> None:
     cancel_within_one_value(saving, tmp_path)
 

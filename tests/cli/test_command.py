@@ -28,7 +28,7 @@ def test_the_program_runs_and_returns_the_exit_code(originals: Path, tmp_path: P
     assert (done.returncode, done.stderr) == (0, "")
     missing = start("verify", tmp_path / "nothing")
     assert (missing.returncode, missing.stdout) == (3, "")
-    assert missing.stderr == f"holdfast: {tmp_path / 'nothing'}: there is no such folder\n"
+    assert missing.stderr == f"holdfast: no checkpoint at {tmp_path / 'nothing'}: there is no such folder\n"
 
 
 @pytest.mark.parametrize("words", [("ls",), ("show",), ("verify", "--threads=2")], ids=" ".join)
@@ -145,7 +145,7 @@ def test_what_is_no_checkpoint_is_said_in_one_line(holdfast: Command, tmp_path: 
     (tmp_path / "unfinished" / "__0_0-0123456789ab.distcp").write_text("x")
     (tmp_path / "empty").mkdir()
     for path, reason in {
-        "absent": "{}: there is no such folder",
+        "absent": "no checkpoint at {}: there is no such folder",
         "empty": "no checkpoint at {}: the folder is empty",
         "file": "{}: is not a folder, and no file of a checkpoint",
         "unfinished": "no complete checkpoint at {}: it has 1 data file of save 0123456789ab, but no "

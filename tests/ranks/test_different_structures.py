@@ -182,6 +182,7 @@ def test_saves_with_cached_plans_keep_structures_that_differ(tmp_path: Path) -> 
         ({"x": {"a": 1}}, {"x": 5}, "x: Missing key in checkpoint: it has a dict here, the state a value"),
         ({"x": {}}, {"x": 5}, "x: Missing key in checkpoint: it has a dict here, the state a value"),
         ({"x": [T([1])]}, {"x": None}, "x: Missing key in checkpoint: it has a list here"),
+        ({"x": [T([1])]}, {"x": []}, "x: Missing .*: it has a list with tensors .* the state a list without"),
         ({"x": 5}, {"x": {"a": 1}}, r"x\.a: Missing key in checkpoint: it has a value at x, .* a dict"),
         ({"x": 5}, {"x": [T([1])]}, r"x\.0: Missing key in checkpoint: it has a value at x, .* a list"),
         ({"x": 5}, {"x": {}}, "x: the checkpoint has a value here, the state an empty container"),

@@ -113,6 +113,12 @@ class RunningSave(SaveCancellation):
         return self.future is not None and self.future() is not None
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether a thread waits for the future, and so is about to be told of a failure."""
+        future = None if self.future is None else self.future()
+        return future is not None and future.is_awaited
+
+    @property
     def may_still_be_looked_at(self) -> bool:
         """Whether the caller holds the future and has had no reason yet to look at it."""
         return self.is_held and not self.asked and not self.passed_over

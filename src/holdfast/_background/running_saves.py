@@ -194,7 +194,9 @@ class RunningSaves:
             if save.scope is scope and not save.ended.is_set():
                 is_open = True
             elif error is not None and save.is_unseen_failure:
-                if leave_to_futures and save.may_still_be_looked_at:
+                if save.is_awaited:
+                    is_open = True
+                elif leave_to_futures and save.may_still_be_looked_at:
                     save.passed_over = is_open = True
                 elif save.scope is scope or scope is self._alone or save.scope is self._alone:
                     number = save.number if save.scope is scope else None

@@ -24,6 +24,7 @@ class _Watched(Future[T]):
     def __init__(self, looked_at: Callable[[], None]) -> None:
         super().__init__()
         self._looked_at = looked_at
+        self._waiting: list[None] = []
 
     def result(self, timeout: float | None = None) -> T:
         """As ``concurrent.futures.Future`` has it."""
@@ -32,10 +33,19 @@ class _Watched(Future[T]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """As ``concurrent.futures.Future`` has it."""
-        error = super().exception(timeout)
-        if error is not None:
-            self._looked_at()
+        self._waiting.append(None)
+        try:
+            error = super().exception(timeout)
+            if error is not None:
+                self._looked_at()
+        finally:
+            self._waiting.pop()
         return error
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a thread is in ``exception`` or ``result`` now."""
+        return bool(self._waiting)
 
     def running(self) -> bool:
         """Whether there is no outcome yet."""

@@ -92,35 +92,44 @@ def find_checkpoint(path: str) -> Checkpoint:
     Raises:
         CheckpointNotFoundError: There is none.
     """
-    folder = local_path(path)
-    path = path if folder is None else folder
+    path = local_path(path) or path
+    found = None if os.path.isdir(path) else _named_by_a_file(path)
+    return found or _in_folder(path)
+
+
+def _named_by_a_file(path: str) -> Checkpoint | None:
+    """The checkpoint that one of its files names; None if the path may be that of a folder."""
     above, name = os.path.split(path)
     rank = metadata_rank(name)
-    if (rank is not None or name == METADATA) and not os.path.isdir(path):
-        store = open_place(above or ".")
-        if not store.exists(name):
-            raise CheckpointNotFoundError(f"{path}: there is no such file", path=path)
-        return Checkpoint(store, [(rank, name)], rank)
-    if name.endswith(SUFFIX) and not os.path.isdir(path):
+    if rank is not None or name == METADATA:
+        return Checkpoint(_with_file(open_place(above or "."), name, path), [(rank, name)], rank)
+    if name.endswith(SUFFIX):
         store, name = open_file_place(path)
-        if not store.exists(name):
-            raise CheckpointNotFoundError(f"{path}: there is no such file", path=path)
-        return SafetensorsModel(store, [(None, "")], only_file=name)
-    if find_index([name]) and not os.path.isdir(path):
+        return SafetensorsModel(_with_file(store, name, path), [(None, "")], only_file=name)
+    if find_index([name]):
         store = open_place(above or ".")
         names = store.names()
         if find_index(names) == name:  # it is the one that decides
             return _model_in(store, names)
-    if parse_data_file(name) and not os.path.isdir(path):
+    if parse_data_file(name):
         raise CheckpointNotFoundError(
             f"{path}: is a data file, which says nothing without the metadata of its checkpoint. Name the "
             f"folder that it is in: {above or '.'}",
             path=path,
         )
-    if folder is not None and not os.path.isdir(folder):
-        is_file = os.path.exists(path)
-        what = "is not a folder, and no file of a checkpoint" if is_file else "there is no such folder"
-        raise CheckpointNotFoundError(f"{path}: {what}", path=path)
+    if os.path.exists(path):
+        raise CheckpointNotFoundError(f"{path}: is not a folder, and no file of a checkpoint", path=path)
+    return None
+
+
+def _with_file(store: FileSource, name: str, path: str) -> FileSource:
+    """The store, which must have a file of that name."""
+    if not store.exists(name):
+        raise CheckpointNotFoundError(f"{path}: there is no such file", path=path)
+    return store
+
+
+def _in_folder(path: str) -> Checkpoint:
     store = open_place(path.rstrip("/") or "/")
     names = store.names()
     if METADATA in names:

@@ -77,6 +77,7 @@ def run_save(
         use_collectives=use_collectives,
         progress=progress or ProgressTracker(),
         confirm_commit=exchange.confirm,
+        others_at_work=exchange.others_at_work,
         open_broadcast=exchange.open_broadcast if exchange.can_broadcast else None,
         recorder=recorder,
         user_metadata=user_metadata,

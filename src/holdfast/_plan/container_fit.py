@@ -32,6 +32,8 @@ class ContainerFit:
         kind = self._stored_kinds.get(key)
         if kind is not None and value is None:
             return f"it has a {kind} here, the state None. Put there what is to be filled, such as the module"
+        if kind == "list" and isinstance(value, list):
+            return "it has a list with tensors or dicts here, the state a list without any"
         if kind is not None:
             return f"it has a {kind} here, the state a value of type {type(value).__name__}"
         path = self._paths.get(key, ())

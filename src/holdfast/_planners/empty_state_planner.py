@@ -1,6 +1,6 @@
 """The planner that loads without a state to load into."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -12,7 +12,13 @@ from holdfast._plan.flatten import containers_of, flat_key, paths_of, unflatten
 from holdfast._planners.load_planner import DefaultLoadPlanner
 from holdfast._torch_compat.torch_records import to_ours
 from holdfast.errors import MetadataFormatError, MissingKeyError, UsageError
-from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, TensorStorageMetadata
+from holdfast.metadata import (
+    STATE_DICT_TYPE,
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 
 class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
@@ -30,6 +36,7 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
     def __init__(self, keys: Iterable[str] | None = None, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.keys = None if keys is None else set(keys)
+        self._built: Collection[str] = ()
 
     def set_up_planner(
         self,
@@ -56,6 +63,7 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
             for key, entry in metadata.state_dict_metadata.items()
             if self.keys is None or self._is_wanted(key, paths.get(key, (key,)))
         }
+        self._built = leaves.keys()
         state_dict.update(unflatten(leaves, paths, self._wanted_containers(leaves, paths)))
         if self.keys and not state_dict:
             names = some_of(sorted(self.keys), 20)
@@ -65,6 +73,17 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
         if self.keys is not None and self.strict is None:
             self.strict = False
+
+    def _opens_lists(self, value: Any) -> bool:
+        # The list may have been saved flattened for a tensor that is stored whole, as sparse ones are.
+        return isinstance(value, BytesStorageMetadata) or super()._opens_lists(value)
+
+    def _flatten(self, *, open_every_dict: bool) -> None:
+        super()._flatten(open_every_dict=open_every_dict)
+        # None fills the positions of lists that are not wanted.
+        for key in [] if self.keys is None else self.state_dict.keys() - self._built:
+            if self.state_dict[key] is None:
+                del self.state_dict[key], self.mappings[key], self._slots[key]
 
     def _wanted_containers(self, leaves: dict[str, Any], paths: dict[str, Path]) -> dict[Path, Container]:
         containers = containers_of(paths)

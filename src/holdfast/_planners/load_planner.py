@@ -90,11 +90,15 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
         self.metadata: Metadata | None = to_ours(metadata)
         self.is_coordinator = is_coordinator
 
+    def _opens_lists(self, value: Any) -> bool:
+        """Whether a list with this value in it is flattened, as it was when it was saved."""
+        return is_any_tensor(value)
+
     def _flatten(self, *, open_every_dict: bool) -> None:
         original = self.original_state_dict
         if self.flatten_state_dict:
             self.state_dict, self.mappings, self._slots = flatten(
-                original, is_any_tensor, open_every_dict=open_every_dict
+                original, self._opens_lists, open_every_dict=open_every_dict
             )
         else:
             self.state_dict = original

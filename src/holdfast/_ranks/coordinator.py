@@ -132,6 +132,11 @@ class CoordinatorEnd:
             self.fail(number, given_up)
             raise SessionFailedError(given_up)
 
+    def others_at_work(self, number: int) -> bool:
+        """Whether another rank may still be doing its part of the step, also if the session has failed."""
+        with self._loop.changed:
+            return bool(self._ledger.at_work(number) - {self._rank})
+
     def abort(self, number: int, failure: SessionFailure) -> None:
         """Leave a session in the middle, which ends it for all ranks."""
 

@@ -96,6 +96,13 @@ class Exchange(abc.ABC):
             CheckpointException: As it was raised on the other ranks.
         """
 
+    def others_at_work(self) -> bool:
+        """On the coordinator, after a step that failed: whether other ranks may still be doing their part.
+
+        So it is if this rank was interrupted, or did not wait any longer for a rank after another had failed.
+        """
+        return False
+
     def __enter__(self) -> Self:
         return self
 

@@ -223,6 +223,10 @@ class GroupExchange(Exchange):
         with _raising_for_all():
             self._end.raise_if_given_up(self._number, self._last_step)
 
+    def others_at_work(self) -> bool:
+        """Ask the record of the coordinator; another rank knows of none."""
+        return isinstance(self._end, CoordinatorEnd) and self._end.others_at_work(self._number)
+
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         """End the session for this rank, or for all if it leaves by an error of its own."""
         if not self._abandon.alive:

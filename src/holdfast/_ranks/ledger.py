@@ -239,6 +239,11 @@ class Ledger:
             return [], None
         return sorted(self._ranks - session.begun), session.label or session.expected
 
+    def at_work(self, number: int) -> set[int]:
+        """Return the ranks that may still be doing their part of the step, also if the session has failed."""
+        session = self.session(number)
+        return session.missing - session.ended - self._lost.keys()
+
     def waiting(self) -> Iterator[tuple[int, set[int], Label]]:
         """Yield the sessions in which some rank waits: the number, the missing ranks, and the label."""
         for number, session in self._sessions.items():

@@ -10,7 +10,7 @@ import torch
 
 from holdfast._io.blocks import BlockSums
 from holdfast._io.file_access import FileWriter
-from holdfast._io.streams import write_all
+from holdfast._io.streams import stream_name, write_all
 from holdfast._plan.write_columns import columns_of
 from holdfast._storage.item_writer import ItemWriter
 from holdfast._storage.writing import deal_by_size
@@ -160,7 +160,7 @@ class _CallersFile(FileWriter):
     """A file that somebody else has opened, and will close."""
 
     def __init__(self, stream: Any) -> None:
-        super().__init__(str(getattr(stream, "name", "a stream")))
+        super().__init__(stream_name(stream) or "a stream")
         self._stream = stream
         self.position = stream.tell()
 

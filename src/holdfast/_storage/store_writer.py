@@ -303,8 +303,10 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
         if self._lease is None:
             return
         is_clean = abort_uploads_of(self.store, self.save_id) and is_clean and of_all is not None
-        # What a killed rank has sent may reach the store after this.
-        if not is_clean or (self._world_size > 1 and self.store.traits.may_write_late):
+        # A rank that still writes may be killed before it removes what it makes after this. And what a killed
+        # rank has sent may reach the store after this.
+        may_come = self.context.others_at_work() or self.store.traits.may_write_late
+        if not is_clean or (self._world_size > 1 and may_come):
             self._lease.leave()
 
     def _release(self) -> None:
