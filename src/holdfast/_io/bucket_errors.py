@@ -70,8 +70,8 @@ def translated(path: str) -> Iterator[None]:
             raise AccessDeniedError(text.rstrip(), path=path) from error
         raise StorageError(f"{path}: {reason_of(error)} {_hint(error)}".rstrip(), path=path) from error
     except BaseException as error:
-        # obstore's code in Rust breaks off if a key or a region cannot stand in the head of a request. That is
-        # no Exception, and would be taken for an interrupt.
+        # obstore's code in Rust breaks off if a key or a region cannot stand in the head of a request. That
+        # would be taken for an interrupt, since it is no Exception.
         if type(error).__module__ != "pyo3_runtime":
             raise
         raise StorageError(
