@@ -97,14 +97,15 @@ def test_a_slow_link_is_not_a_failure(proxy: S3Proxy, place: str) -> None:
     assert load(place, nbytes=LARGE, client_options=ONCE) == 2.0
 
 
+@pytest.mark.parametrize("options", [{}, {"checksum_algorithm": "CRC64NVME", "unsigned_payload": True}])
 @pytest.mark.parametrize("nbytes", [4096, LARGE])
 def test_bytes_that_change_on_their_way_up_are_refused_by_the_server(
-    proxy: S3Proxy, s3: S3Server, place: str, nbytes: int
+    proxy: S3Proxy, s3: S3Server, place: str, nbytes: int, options: dict[str, Any]
 ) -> None:
     save(place, 1.0)
     proxy.on(FlipRequest(1000), method="PUT", key=DATA)
     with pytest.raises(StorageError, match="distcp"):
-        save(place, 2.0, nbytes=nbytes)
+        save(place, 2.0, nbytes=nbytes, options=options)
     proxy.rules.clear()
     assert load(place) == 1.0
     assert len(store_of(place, s3).names()) == 2
