@@ -19,6 +19,7 @@
     │   └── IncompleteWriteError
     ├── IntegrityError(RuntimeError)            the bytes are not the ones that were written
     │   ├── IncompleteCheckpointError           a file of a checkpoint is missing
+    │   │   └── ReplacedCheckpointError         because another save has replaced the checkpoint
     │   ├── ChecksumError
     │   ├── TruncatedFileError(EOFError)
     │   ├── MetadataFormatError
@@ -66,6 +67,7 @@ __all__ = [
     "PlanError",
     "RankLostError",
     "RemoteError",
+    "ReplacedCheckpointError",
     "ShapeMismatchError",
     "StorageError",
     "TruncatedFileError",
@@ -189,6 +191,16 @@ class IncompleteCheckpointError(IntegrityError):
     It is not a ``FileNotFoundError``: a program that takes a missing checkpoint for its first start must not
     take a damaged one for it.
     """
+
+
+class ReplacedCheckpointError(IncompleteCheckpointError):
+    """While a checkpoint was loaded, another save replaced it and removed its files; there is a new one.
+
+    Attributes:
+        may_have_changed: Whether the rank that it happened to had begun to change its state.
+    """
+
+    may_have_changed: bool = False
 
 
 class ChecksumError(IntegrityError):

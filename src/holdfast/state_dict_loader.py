@@ -15,6 +15,7 @@ from holdfast._call_arguments import checked_call
 from holdfast._engine.adapt import adapt_load_planner, adapt_reader
 from holdfast._engine.load import run_load
 from holdfast._engine.load_into import load_into
+from holdfast._engine.repeated_load import EarlierAttempt, repeat_if_replaced
 from holdfast._io.page_cache import PageCache
 from holdfast._ranks.group_exchange import DEFAULT_PEER_TIMEOUT, open_exchange
 from holdfast._storage_choice import choose_reader
@@ -59,6 +60,10 @@ def load(
     replaced in the containers that they stand in. Stateful objects, wherever they stand, get their
     loaded state by ``load_state_dict``. Tensors on the meta device get memory: in a dict they are
     replaced, in a module its parameters and buffers stay the same objects.
+
+    If another save replaces the checkpoint meanwhile and removes files that are needed still, the load begins
+    again with the new checkpoint, twice at most. One that may leave values alone raises
+    ReplacedCheckpointError instead.
 
     Everything that does not fit (keys, shapes, dtypes, kinds) is reported in one error before anything is
     read or changed. Every byte read is checked. No code of the checkpoint is run.
@@ -126,23 +131,32 @@ def load(
         "safe_globals": tuple(safe_globals),
     }
     place, keys = exclusive_keys(checkpoint_id, storage_reader, planner)
-    recorder = TransferRecorder("load", place)
-    recorder.clock.begin_wait()
-    with open_exchange(process_group, purpose="load", no_dist=no_dist, peer_timeout=peer_timeout) as exchange:
-        running_saves.come_after(exchange, process_group, keys)
-        recorder.clock.end_wait()
-        defaults = vars(DefaultLoadPlanner())
-        given = ", ".join(name for name, value in options.items() if value != defaults[name])
-        if planner is not None and given:
-            raise UsageError(f"give {given} to the planner that you pass, not to load")
-        reader = choose_reader(storage_reader, checkpoint_id, page_cache=page_cache)
-        chosen = DefaultLoadPlanner(**options) if planner is None else planner  # type: ignore[arg-type]
-        ports = adapt_load_planner(chosen), adapt_reader(reader)
-        with tracking(progress, f"loading {place}", rank=exchange.rank) as tracker:
-            result = load_into(state_dict, *ports, exchange, progress=tracker, recorder=recorder)
-    record = recorder.record()
-    publish(record)
-    return replace(result, record=record)
+
+    def attempt(earlier: EarlierAttempt) -> LoadResult:
+        recorder = TransferRecorder("load", place)
+        recorder.clock.begin_wait()
+        with open_exchange(
+            process_group, purpose="load", no_dist=no_dist, peer_timeout=peer_timeout
+        ) as exchange:
+            running_saves.come_after(exchange, process_group, keys)
+            recorder.clock.end_wait()
+            defaults = vars(DefaultLoadPlanner())
+            given = ", ".join(name for name, value in options.items() if value != defaults[name])
+            if planner is not None and given:
+                raise UsageError(f"give {given} to the planner that you pass, not to load")
+            reader = choose_reader(storage_reader, checkpoint_id, page_cache=page_cache)
+            chosen = DefaultLoadPlanner(**options) if planner is None else planner  # type: ignore[arg-type]
+            filler = adapt_load_planner(chosen)
+            earlier.admit(exchange, fills_all=not (filler.allows_partial or filler.ignores_shapes))
+            with tracking(progress, f"loading {place}", rank=exchange.rank) as tracker:
+                result = load_into(
+                    state_dict, filler, adapt_reader(reader), exchange, progress=tracker, recorder=recorder
+                )
+        record = recorder.record()
+        publish(record)
+        return replace(result, record=record)
+
+    return repeat_if_replaced(attempt)
 
 
 @deprecated("load_state_dict is deprecated: use load", category=FutureWarning)

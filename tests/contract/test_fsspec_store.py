@@ -2,7 +2,9 @@
 
 import gc
 import pickle
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from tests.contract.fsspec_file_systems import (
     OtherLocalFileSystem,
@@ -20,7 +23,8 @@ from tests.contract.fsspec_file_systems import (
     forget_memory,
 )
 
-from holdfast._io import fsspec_files
+import holdfast
+from holdfast._io import fsspec_files, fsspec_store
 from holdfast._io.fsspec_store import FsspecStore, open_fsspec, open_fsspec_url
 from holdfast._io.local import LocalStore
 from holdfast._io.store import ByteStore
@@ -286,3 +290,44 @@ def test_a_chain_with_a_cache_in_it_is_refused() -> None:
             open_fsspec_url(url)
     with pytest.raises(UsageError, match="does not notice"):
         open_fsspec(MemoryFileSystem(), "simplecache::memory://run")
+
+
+class WithoutRanges(MemoryFileSystem):
+    """What a web server without ranges is: whole files come, whatever is asked for."""
+
+    protocol = "without-ranges"
+
+    def cat_file(self, path: str, start: Any = None, end: Any = None, **kwargs: Any) -> Any:
+        return super().cat_file(path, **kwargs)
+
+
+def test_whole_files_in_the_place_of_ranges_are_cut_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_fsspec(WithoutRanges(), "without-ranges://run")
+    store.replace("file", bytes(range(100)))
+    found = bytearray(10)
+    with store.open("file") as file:
+        file.read_into(50, found)
+        assert found == bytes(range(50, 60))
+        monkeypatch.setattr(fsspec_store, "_REQUEST_NBYTES", 64)
+        with pytest.raises(StorageError, match=r"10 bytes at 50 .* 100 came: .*Copy the checkpoint"):
+            file.read_into(50, found)
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar"])
+def test_an_archive_is_loaded_and_refuses_to_be_saved_to(tmp_path: Path, kind: str) -> None:
+    holdfast.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "step")
+    archive = shutil.make_archive(str(tmp_path / "packed"), kind, tmp_path, "step")
+    state, url = {"a": torch.zeros(3)}, f"{kind}://step::file://{archive}"
+    holdfast.load(state, checkpoint_id=url)
+    assert torch.equal(state["a"], torch.ones(3))
+    with pytest.raises(StorageError, match=r"file system .* could not be written to: .*copy the checkpoint"):
+        holdfast.save(state, checkpoint_id=url)
+
+
+def test_what_cannot_be_opened_or_reached_is_told_with_its_url() -> None:
+    with pytest.raises(UsageError, match="reference://x: fsspec cannot open it"):
+        open_fsspec_url("reference://x")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(StorageError, match=f"ftp://127.0.0.1:{port}/x: cannot be reached"):
+        open_fsspec_url(f"ftp://127.0.0.1:{port}/x")

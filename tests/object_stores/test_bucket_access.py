@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import socket
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from holdfast._format.names import data_file_name, parse_data_file
 from holdfast._io.bucket_client import CLASSES, BucketAccess, S3Keys
 from holdfast._io.places import STORES, open_bucket, open_place
 from holdfast._io.s3_uploads import sign
-from holdfast.errors import UsageError
+from holdfast.errors import StorageError, UsageError
 
 URL = "s3://bucket/run/step-1"
 
@@ -98,6 +99,47 @@ def test_urls_are_taken_as_they_are(
     assert (access.open().prefix or "") == prefix
     store = open_place(url)
     assert pickle.loads(pickle.dumps(store)).url == store.url == url.rstrip("/")
+
+
+@pytest.mark.parametrize("url", ["s3://me:secret@bucket/run", "gs://me@bucket/run", "s3://bucket:9000/run"])
+def test_a_url_with_a_user_or_a_port_is_refused_and_not_shown(url: str) -> None:
+    """They would have no effect."""
+    with pytest.raises(UsageError, match=r"for bucket\S* has: .*AWS_ENDPOINT_URL") as caught:
+        holdfast.load({"a": 0}, checkpoint_id=url)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "127.0.0.1:9000",
+        "localhost:9000",
+        "http://h:99999",
+        "http://",
+        "ftp://h",
+        " http://h:1",
+        "http://h:1\n",
+    ],
+)
+def test_an_endpoint_that_is_no_address_is_refused(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(UsageError, match=r"is no address such as https://") as caught:
+        holdfast.load({"a": 0}, checkpoint_id=URL)
+    assert caught.value.found == endpoint
+
+
+@pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN", "AWS_REGION"])
+def test_a_newline_at_the_end_of_a_key_is_told(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Files with secrets have one. obstore's answer is none that ``except Exception`` would notice."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION"):
+            monkeypatch.setenv(key, "text\n" if key == name else "text")
+        with pytest.raises(StorageError, match=r"a newline at its end"):
+            holdfast.load({"a": 0}, checkpoint_id=URL)
+    capfd.readouterr()
 
 
 def test_a_writer_for_object_stores_wants_a_url() -> None:

@@ -30,7 +30,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import holdfast
 from holdfast._io.bucket_client import BucketAccess, S3Keys
 from holdfast._io.s3_uploads import S3Uploads
-from holdfast.errors import IntegrityError, StorageError
+from holdfast.errors import AccessDeniedError, IntegrityError, StorageError
 from holdfast.records import TransferRecord, add_listener
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_core]
@@ -97,14 +97,15 @@ def test_a_slow_link_is_not_a_failure(proxy: S3Proxy, place: str) -> None:
     assert load(place, nbytes=LARGE, client_options=ONCE) == 2.0
 
 
+@pytest.mark.parametrize("options", [{}, {"checksum_algorithm": "CRC64NVME", "unsigned_payload": True}])
 @pytest.mark.parametrize("nbytes", [4096, LARGE])
 def test_bytes_that_change_on_their_way_up_are_refused_by_the_server(
-    proxy: S3Proxy, s3: S3Server, place: str, nbytes: int
+    proxy: S3Proxy, s3: S3Server, place: str, nbytes: int, options: dict[str, Any]
 ) -> None:
     save(place, 1.0)
     proxy.on(FlipRequest(1000), method="PUT", key=DATA)
     with pytest.raises(StorageError, match="distcp"):
-        save(place, 2.0, nbytes=nbytes)
+        save(place, 2.0, nbytes=nbytes, options=options)
     proxy.rules.clear()
     assert load(place) == 1.0
     assert len(store_of(place, s3).names()) == 2
@@ -243,3 +244,26 @@ def test_of_saves_at_once_one_wins_and_the_others_say_why(s3: S3Server, place: s
         assert int(state["rank"][0]) in winners
         assert torch.equal(state["rank"], state["rank"][:1].expand(1000))
         assert len(store_of(f"{place}-{number}", s3).names()) == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "remedy"),
+    [
+        (400, "ExpiredToken", "have expired: get new ones"),
+        (403, "RequestTimeTooSkewed", "clock of this machine"),
+        (403, "SignatureDoesNotMatch", "secret key is wrong"),
+    ],
+)
+def test_credentials_that_fail_in_the_middle_are_told_with_a_remedy(
+    proxy: S3Proxy, s3: S3Server, place: str, status: int, code: str, remedy: str
+) -> None:
+    save(place, 1.0)
+    body = f"<?xml version='1.0'?><Error><Code>{code}</Code></Error>".encode()
+    proxy.on(Answer(status, body=body), key=DATA)
+    with pytest.raises(AccessDeniedError, match=remedy):
+        load(place)
+    with pytest.raises(AccessDeniedError, match=remedy):
+        save(place, 2.0)
+    proxy.rules.clear()
+    assert load(place) == 1.0
+    assert len(store_of(place, s3).names()) == 2

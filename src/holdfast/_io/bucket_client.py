@@ -176,6 +176,7 @@ class BucketAccess:
         config = dict(self.options)
         provider = self.credential_provider
         endpoint = self.endpoint
+        self._check_address(endpoint)
         if self.kind == "S3Store":
             provider = self._add_s3_settings(config, endpoint)
         elif endpoint and self.kind == "GCSStore":
@@ -197,6 +198,22 @@ class BucketAccess:
         except Exception as error:
             reason = str(error).partition("\n")[0]
             raise UsageError(f"{self.url}: the object store cannot be opened: {reason}") from error
+
+    def _check_address(self, endpoint: str | None) -> None:
+        """Raise UsageError for what obstore would ignore, or take for an address and break off at."""
+        if self.kind != "AzureStore" and {"@", ":"} & set(self.bucket):
+            # Without the URL: it may hold a password.
+            raise UsageError(
+                f"a URL of an object store has no user, password or port before its bucket, as this one for "
+                f"{self.bucket.rpartition('@')[2]} has: pass credentials and the endpoint by the environment "
+                "(AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL) or as options"
+            )
+        if endpoint and not _is_address(endpoint) and self.kind != "GCSStore":
+            raise UsageError(
+                f"{self.url}: the endpoint {endpoint!r} is no address such as https://host:9000",
+                path=self.url,
+                found=endpoint,
+            )
 
     def _add_s3_settings(self, config: dict[str, Any], endpoint: str | None) -> Any:
         """Add what obstore does not find by itself to its settings, and return the credential provider."""
@@ -220,6 +237,15 @@ class BucketAccess:
             config.update(keys.as_options())
             return None
         return _boto3_credentials(self.url)
+
+
+def _is_address(endpoint: str) -> bool:
+    url = urlsplit(endpoint)
+    try:
+        has_host = bool(url.hostname) and url.port != 0
+    except ValueError:
+        return False
+    return has_host and url.scheme in {"http", "https"} and endpoint.split() == [endpoint]
 
 
 def refuse_forked_process() -> None:

@@ -21,6 +21,9 @@ _HINTS = {
     "/latest/meta-data": "No credentials are in the environment or in ~/.aws, and this machine has none.",
     "status code: 301": "The bucket is in another region: set AWS_REGION.",
     "PermanentRedirect": "The bucket is in another region: set AWS_REGION.",
+    "ExpiredToken": "The credentials have expired: get new ones, or pass a credential_provider that does.",
+    "RequestTimeTooSkewed": "The clock of this machine is wrong.",
+    "SignatureDoesNotMatch": "The secret key is wrong, or a proxy has changed the request.",
     "NotImplemented": (
         'If the store knows no SHA-256 checksums, pass options={"checksum_algorithm": None}; if it has no '
         'conditional puts, {"conditional_put": "disabled"}.'
@@ -28,7 +31,7 @@ _HINTS = {
 }
 
 _FINAL = ("max_retries", "status code: 4")
-_REFUSED = "status code: 403 "  # of a listing, which has no exception of its own
+_REFUSED = ("status code: 403 ", "ExpiredToken")  # what a listing is answered, and 400 or 403
 
 
 def reason_of(error: BaseException) -> str:
@@ -53,17 +56,29 @@ def translated(path: str) -> Iterator[None]:
         if "NoSuchBucket" in str(error):
             # Not "not found": a program that takes that for its first start must not begin again for a wrong
             # URL.
-            text = f"{path}: there is no such bucket. Make it, or correct the URL."
+            text = f"{path}: there is no such bucket. Make it, or correct the URL or the endpoint."
             raise StorageError(text, path=path) from error
         if isinstance(error, FileNotFoundError):
             raise CheckpointNotFoundError(f"{path}: there is no such object.", path=path) from error
-        if isinstance(error, PermissionDeniedError | UnauthenticatedError) or _REFUSED in str(error):
+        if isinstance(error, PermissionDeniedError | UnauthenticatedError) or any(
+            words in str(error) for words in _REFUSED
+        ):
             text = (
                 f"{path}: the store refuses access. The credentials are wrong, or do not allow this, or (if "
                 f"they do not allow to list) there is no such object. {reason_of(error)} {_hint(error)}"
             )
             raise AccessDeniedError(text.rstrip(), path=path) from error
         raise StorageError(f"{path}: {reason_of(error)} {_hint(error)}".rstrip(), path=path) from error
+    except BaseException as error:
+        # obstore's code in Rust breaks off if a key or a region cannot stand in the head of a request. That
+        # would be taken for an interrupt, since it is no Exception.
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise StorageError(
+            f"{path}: no request can be made: {error}. Most often a key, a token or the region has a space "
+            "or a newline at its end.",
+            path=path,
+        ) from error
 
 
 def persist(path: str, request: Callable[[], T], on_retry: Callable[[], object] | None = None) -> T:

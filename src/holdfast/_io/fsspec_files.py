@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from holdfast.errors import UsageError
+from holdfast.errors import StorageError, UsageError
 
 FileSystem = Any
 """An ``fsspec.AbstractFileSystem``. fsspec is optional, and has no types."""
@@ -57,6 +57,7 @@ def connect(url: str, **options: Any) -> FileSystem:
 
     Raises:
         UsageError: fsspec, or what it needs for this URL, is not installed; or it does not know the URL.
+        StorageError: It connects at once, and nobody answers.
     """
     if not has_fsspec():
         raise UsageError(
@@ -69,8 +70,10 @@ def connect(url: str, **options: Any) -> FileSystem:
         return url_to_fs(url, **options)[0]
     except ImportError as error:
         raise UsageError(f"{url}: fsspec needs another package for it: {error}", path=url) from error
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise UsageError(f"{url}: fsspec cannot open it: {error}", path=url) from error
+    except OSError as error:
+        raise StorageError(f"{url}: cannot be reached through fsspec: {error}", path=url) from error
 
 
 def _refuse_caches(url: str) -> None:
@@ -155,7 +158,8 @@ class FsspecFiles:
     @contextlib.contextmanager
     def create_stream(self, path: str, mode: str, *, block_size: int | None = None) -> Iterator[Any]:
         """Open a file. If an exception leaves the with-block, a file that was being written is gone."""
-        stream = self.fs.open(path, mode, block_size=block_size)
+        with self._refusals(path) if "r" not in mode else contextlib.nullcontext():
+            stream = self.fs.open(path, mode, block_size=block_size)
         try:
             yield stream
             stream.close()  # the file may become visible here, and here an upload may fail
@@ -194,7 +198,23 @@ class FsspecFiles:
 
     def mkdir(self, path: str) -> None:
         """Make a folder and those above it; one that exists is fine."""
-        self.fs.makedirs(path, exist_ok=True)
+        with self._refusals(path):
+            self.fs.makedirs(path, exist_ok=True)
+
+    @contextlib.contextmanager
+    def _refusals(self, path: str) -> Iterator[None]:
+        """Raise StorageError for what a file system that only reads answers: anything, often no words."""
+        try:
+            yield
+        except (NotImplementedError, ValueError, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise StorageError(
+                f"{path}: fsspec's file system {self.fs.protocol} could not be written to: "
+                f"{str(error) or type(error).__name__}. If it only reads, save to a folder, and "
+                "copy the checkpoint.",
+                path=path,
+            ) from error
 
     def look(self, path: str) -> dict[str, Any] | None:
         """What the file system tells of a file or folder; None if there is nothing of that name.

@@ -269,6 +269,17 @@ class _RangeReader(FileReader):
             ) from error
         if not data:
             self._check_version()
+        if len(data) > end - start:
+            # A web server that knows no ranges sends the whole file.
+            if len(data) != self.nbytes or self.nbytes > _REQUEST_NBYTES:
+                raise StorageError(
+                    f"{self.path}: {end - start} bytes at {start} were asked for, and {len(data)} came: the "
+                    "server sends no parts of files. Copy the checkpoint to a folder, and load it there.",
+                    path=self.path,
+                    expected=end - start,
+                    found=len(data),
+                )
+            data = data[start:end]
         return data
 
     def _check_version(self) -> None:

@@ -96,6 +96,10 @@ class BroadcastSource(FileSource):
         """Whether there is such a file."""
         return self.store.exists(name)
 
+    def read(self, name: str, *, max_bytes: int) -> bytearray:
+        """The whole of a small file, for this rank alone."""
+        return self.store.read(name, max_bytes=max_bytes)
+
 
 class _BroadcastReader(FileReader):
     def __init__(self, source: BroadcastSource, name: str) -> None:

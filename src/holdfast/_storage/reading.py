@@ -28,6 +28,7 @@ from holdfast._storage.small_reads import SmallTensors, is_small, small_tensor_j
 from holdfast.errors import (
     CheckpointNotFoundError,
     IncompleteCheckpointError,
+    ReplacedCheckpointError,
     TruncatedFileError,
 )
 from holdfast.extension import ExtensionRegistry
@@ -38,6 +39,7 @@ _REMEDY = (
     "The metadata names it: it was deleted, was not copied with the rest, or another save has replaced the "
     "checkpoint since the load began. Put it back, or load another checkpoint."
 )
+_REPLACED = "Another save has replaced the checkpoint since the load began. Load again."
 
 
 def read_metadata_file(store: FileSource, *, rank: int | None = None, allow_pickle: bool = False) -> Metadata:
@@ -113,7 +115,8 @@ def read_items(
         may_change: Whether an error is to call the value of a key changed; see ``LoadContext``.
 
     Raises:
-        IncompleteCheckpointError: A file that the metadata names is missing.
+        IncompleteCheckpointError: A file that the metadata names is missing; a ReplacedCheckpointError if the
+            metadata is that of another save by now.
         IntegrityError: A file is damaged.
     """
     cancellation = Cancellation()
@@ -123,7 +126,7 @@ def read_items(
     try:
         with paused_collector():
             requests = sort_by_file(plan, planner, metadata)
-        _check_sizes(store, requests)
+        _check_sizes(store, requests, metadata)
         store.expect(sum(request.nbytes for request in requests.values()))
         for kind in (_object_jobs, _tensor_jobs):
             jobs: list[Callable[[], None]] = []
@@ -135,7 +138,9 @@ def read_items(
             pool.run(jobs, threads=threads, cancellation=cancellation)
     except CheckpointNotFoundError as error:
         # A file that was there a moment ago.
-        gone = IncompleteCheckpointError(f"{error} {_REMEDY}", key=error.key, path=error.path)
+        gone = _missing_file(store, metadata, str(error), key=error.key, path=error.path)
+        if isinstance(gone, ReplacedCheckpointError):
+            gone.may_have_changed = bool(calls.touched)
         _say_what_changed(gone, calls.touched, may_change)
         raise gone from error
     except BaseException as error:
@@ -146,7 +151,26 @@ def read_items(
             file.close()
 
 
-def _check_sizes(store: FileSource, requests: dict[str, FileRequest]) -> None:
+def _missing_file(
+    store: FileSource, metadata: Metadata, problem: str, *, key: str | None, path: str | None
+) -> IncompleteCheckpointError:
+    """The error for a file that the metadata names and that is not there."""
+    if _is_replaced(store, metadata):
+        return ReplacedCheckpointError(f"{problem} {_REPLACED}", key=key, path=path)
+    return IncompleteCheckpointError(f"{problem} {_REMEDY}", key=key, path=path)
+
+
+def _is_replaced(store: FileSource, metadata: Metadata) -> bool:
+    """Whether the store has the metadata of another save now; False if that cannot be found out."""
+    old = metadata.storage_meta and metadata.storage_meta.save_id
+    try:
+        found = read_metadata_file(store).storage_meta if old else None
+    except Exception:  # noqa: BLE001 - the missing file is what the caller must see
+        return False
+    return found is not None and found.save_id not in {None, old}
+
+
+def _check_sizes(store: FileSource, requests: dict[str, FileRequest], metadata: Metadata) -> None:
     """Raise unless every file is there, and as long as what is needed of it."""
     sizes = sizes_of_files(store)
     for name, request in requests.items():
@@ -159,11 +183,8 @@ def _check_sizes(store: FileSource, requests: dict[str, FileRequest]) -> None:
                     size = file.nbytes
             except CheckpointNotFoundError as error:
                 more = f" and {len(request) - 1} more" if len(request) > 1 else ""
-                raise IncompleteCheckpointError(
-                    f"{key}{more}: {name} of the checkpoint {store.url} is missing. {_REMEDY}",
-                    key=key,
-                    path=path,
-                ) from error
+                problem = f"{key}{more}: {name} of the checkpoint {store.url} is missing."
+                raise _missing_file(store, metadata, problem, key=key, path=path) from error
         if end > size:
             raise TruncatedFileError(
                 f"{key}: {path} has {size} bytes, expected at least {end}. "

@@ -32,10 +32,12 @@ class StoreContractBase:
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[ByteStore]:
         """The store under test, made."""
+        before = set(threading.enumerate())  # the threads of saves in the background of other tests
         store = self.make_store(tmp_path)
         store.make()
         yield store
-        names = [thread.name for thread in threading.enumerate() if thread.name.startswith("holdfast")]
+        left = set(threading.enumerate()) - before
+        names = [thread.name for thread in left if thread.name.startswith("holdfast")]
         assert names == [], "threads of ours outlived the calls that started them"
 
     def write(self, store: ByteStore, name: str, data: "bytes | bytearray") -> None:
