@@ -473,6 +473,12 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = "--metric: no step has the metric 'los'; the metrics are loss. Nothing was deleted"
     assert message in capsys.readouterr().err
     assert folders(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    assert main(["prune", root, "--steps", "10,20"]) == 2
+    message = "--steps: there is no step 10, 20; the steps are 1, 2, 3. Nothing was deleted"
+    assert message in capsys.readouterr().err
+    assert folders(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    assert main(["prune", root, "--steps", "10", "--last", "3", "--dry-run"]) == 0
+    assert "would delete 0 steps" in capsys.readouterr().out
     assert main(["prune", root, "--best", "1", "--metric", "loss", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["deleted"] == [2]
     assert folders(tmp_path) == ["checkpoint-1", "checkpoint-3"]

@@ -121,7 +121,8 @@ def find_checkpoint(path: str) -> Checkpoint:
         is_file = os.path.exists(path)
         what = "is not a folder, and no file of a checkpoint" if is_file else "there is no such folder"
         raise CheckpointNotFoundError(f"{path}: {what}", path=path)
-    store = open_place(path.rstrip("/") or "/")
+    # A URL without a name in it must stay one: its store says what is missing.
+    store = open_place(path if path.endswith("://") else path.rstrip("/") or "/")
     names = store.names()
     if METADATA in names:
         return Checkpoint(store, [(None, METADATA)])
