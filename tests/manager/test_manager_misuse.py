@@ -221,6 +221,28 @@ def test_a_step_that_is_a_link_is_not_deleted(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "elsewhere")) == before
 
 
+def test_a_step_that_another_step_is_a_link_to_is_not_deleted(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, state_of(1))
+        manager.save(2, state_of(2))
+    (tmp_path / "run/step-9").symlink_to("step-2")
+    with CheckpointManager(tmp_path / "run", keep=Last(1)) as manager:
+        assert manager.prune() == [1]
+        state = state_of(0)
+        restored = manager.restore(state)
+        assert restored is not None
+        assert (restored.step, state["n"]) == (9, 2)
+
+
+def test_a_first_start_beside_a_step_that_is_not_complete_does_not_pass_unnoticed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hf.save(state_of(7), checkpoint_id=tmp_path / "step-7")
+    (tmp_path / "step-7" / ".metadata").unlink()
+    assert CheckpointManager(tmp_path).restore(state_of(0)) is None
+    assert "step 7 is not tried: it is not complete: step-7 has no .metadata" in caplog.text
+
+
 def test_a_run_that_goes_back_leaves_a_save_behind_that_is_still_running(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, keep=Last(1)) as manager:
         manager.save(10, state_of(10))

@@ -58,8 +58,11 @@ def restore_newest(
     read_only: bool,
 ) -> RestoredStep | None:
     """Load a step, or the newest sound one; called on every rank. See ``CheckpointManager.restore``."""
-    candidates, is_coordinator = _agree_on_candidates(root, number, group)
-    skipped: dict[int, str] = {}
+    candidates, skipped, is_coordinator = _agree_on_candidates(root, number, group)
+    for passed, reason in skipped.items():
+        # Somebody may be saving the step that a reader finds incomplete.
+        level = logging.INFO if read_only else logging.WARNING
+        logger.log(level, "%s: step %d is not tried: %s", root.place, passed, reason)
     first_error: CheckpointException | None = None
     for step in candidates:
         try:
@@ -89,24 +92,41 @@ def restore_newest(
 
 def _agree_on_candidates(
     root: RunRoot, number: int | None, group: Mapping[str, Any]
-) -> tuple[list[Step], bool]:
-    """The steps to try, the best first, as rank 0 finds them; and whether this is rank 0."""
+) -> tuple[list[Step], dict[int, str], bool]:
+    """The steps to try, the best first, as rank 0 finds them; the newer ones that are not tried, and why; and
+    whether this is rank 0.
+    """
 
-    def look() -> list[Step]:
+    def look() -> tuple[list[Step], dict[int, str]]:
         found = root.find_steps()
         if not found.steps:
             _refuse_other_places(root)
         if number is not None:
             step = found.find(number)
-            return [] if step is None else [step]
-        for step in found:
-            if step.is_damaged:
-                logger.warning("%s: step %d is known to be damaged, and not tried", root.place, step.number)
+            return ([] if step is None else [step]), {}
         # If all are known to be damaged they are tried again: this is not a first start.
-        return (found.usable or [step for step in found if step.commit])[::-1]
+        candidates = (found.usable or [step for step in found if step.commit])[::-1]
+        return candidates, _passed_over(found, candidates)
 
     with open_exchange(group["process_group"], purpose="restore", no_dist=group["no_dist"]) as exchange:
-        return exchange.share("find the steps", look), exchange.is_coordinator
+        candidates, passed = exchange.share("find the steps", look)
+        return candidates, passed, exchange.is_coordinator
+
+
+def _passed_over(found: StepList, candidates: list[Step]) -> dict[int, str]:
+    """The steps newer than all that can be restored, each with the reason; the newest first."""
+    passed = {}
+    for step in reversed(found.steps):
+        if candidates and step.order <= candidates[0].order:
+            break
+        if step.commit is not None:
+            passed[step.number] = "a restore has found that it is damaged"
+        elif step.folder not in found.deleting:
+            passed[step.number] = (
+                f"it is not complete: {step.folder} has no {METADATA}. Its save was cut off, or is still "
+                "under way, or the file was removed"
+            )
+    return passed
 
 
 def refuse_a_checkpoint(root: RunRoot, found: StepList) -> None:
