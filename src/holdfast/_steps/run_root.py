@@ -58,8 +58,9 @@ class RunRoot:
         return open_place(self.place_of(folder))
 
     def link_target(self, folder: str) -> str | None:
-        """If a folder of the root is a link, the folder of the root that it leads to, or "" for one elsewhere;
-        None if it is none.
+        """Where a folder of the root leads to if it is a link: a folder of the root, or "" for one elsewhere.
+
+        None if it is no link.
         """
         path = local_path(self.place_of(folder))
         if path is None or not os.path.islink(path):
