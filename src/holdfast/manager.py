@@ -480,4 +480,10 @@ class CheckpointManager(StepQueries):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            # What ended the training must not be hidden by what came of it.
+            logger.error("%s: the last save failed, too: %s", self._root.place, failure)  # noqa: TRY400
