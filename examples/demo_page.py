@@ -14,7 +14,9 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em;
   color: var(--ink); background: var(--paper) }
 section { background: var(--card); border-radius: 10px; padding: 4px 18px 14px; margin: 16px 0 }
-svg { width: 100%; font: 12px system-ui, sans-serif; display: block } svg text { fill: var(--ink) }
+.picture { overflow-x: auto }
+svg { width: 100%; min-width: 640px; font: 12px system-ui, sans-serif; display: block }
+svg text { fill: var(--ink) }
 .axis { stroke: var(--line); fill: none } .uninterrupted { stroke: var(--line); fill: none }
 .run0 { fill: var(--run0) } .run1 { fill: var(--run1) } .run2 { fill: var(--run2) }
 path.end { stroke: var(--bad); stroke-dasharray: 5 4 } svg text.end { fill: var(--bad) }
@@ -53,7 +55,7 @@ def write_page(
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<style>{_STYLE}</style><h1>A job that is killed, pre-empted and damaged goes on exactly</h1>",
         f'<section><h2>The loss of each step</h2><p class="legend">{legend}</p>',
-        draw_losses(uninterrupted, list(runs.values()), ends),
+        f'<div class="picture">{draw_losses(uninterrupted, list(runs.values()), ends)}</div>',
         "</section><section><h2>The checkpoints</h2><ul>",
         *(f'<li><a href="{name}">{html.escape(words)}</a></li>' for name, words in reports.items()),
         "</ul></section><section><h2>What was claimed, and checked</h2><ul>",

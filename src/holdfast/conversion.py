@@ -110,7 +110,7 @@ def convert(
         UsageError: The arguments make no sense together.
         CheckpointNotFoundError: There is nothing to convert.
         CheckpointExistsError: The target exists, and ``overwrite`` is not given; or it has another format.
-        MissingKeyError: A pattern of ``keys`` matches nothing.
+        MissingKeyError: A pattern of ``keys`` matches nothing, or a name in ``rename`` does.
         PlanError: The target cannot hold a value; the error names its key.
         UnsafeMetadataError: A value needs code to be read; the error names its key.
         IntegrityError: The source is damaged, or the target is not what was written.
@@ -270,5 +270,6 @@ def _refuse_others(target: str | os.PathLike[str], to: Format, *, overwrite: boo
         )
     if same and not overwrite:
         raise CheckpointExistsError(
-            f"{store.url} has {min(same)} already; overwrite=True replaces it", path=store.url
+            f"{store.url} has {min(same)} already; overwrite=True, or --overwrite, replaces it",
+            path=store.url,
         )

@@ -451,14 +451,20 @@ class CheckpointManager(StepQueries):
     # Ending.
 
     def wait(self) -> None:
-        """Wait for the last save in the background, and for deletions. Raises if the save failed."""
+        """Wait for the last save in the background, and for deletions.
+
+        Raises if the save failed, and its future has not said so yet.
+        """
         saving, self._decision.saving = self._decision.saving, None
         if saving is not None:
-            saving.result()
+            wait_for_futures([saving])
+            # Whoever has cancelled it, or was told by the future, is not told again.
+            if not (saving.cancelled() or saving.looked_at):
+                saving.result()
         self._background.wait()
 
     def close(self) -> None:
-        """Wait for the last save and for deletions, and free everything. Raises if the save failed."""
+        """Wait for the last save and for deletions, and free everything. Raises what :meth:`wait` does."""
         try:
             self.wait()
         finally:
@@ -474,4 +480,10 @@ class CheckpointManager(StepQueries):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            # What ended the training must not be hidden by what came of it.
+            logger.error("%s: the last save failed, too: %s", self._root.place, failure)  # noqa: TRY400

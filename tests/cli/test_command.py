@@ -181,3 +181,11 @@ def test_sizes_are_in_the_unit_that_keeps_them_short() -> None:
 def test_text_of_strangers_is_escaped() -> None:
     assert printable("plain ünïcode") == "plain ünïcode"
     assert printable("\x1b]0;title\x07\u202e\ud800") == "\\x1b]0;title\\x07\\u202e\\ud800"
+
+
+def test_bench_of_a_file_and_a_bucket_without_a_name_are_explained(holdfast: Command, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    found = holdfast("bench", tmp_path / "file")
+    assert (found.code, found.out) == (2, "")
+    assert "is a file, and not a folder on the storage to measure" in found.err
+    assert "no such folder" not in holdfast("ls", "s3://").err

@@ -49,10 +49,15 @@ def test_exit_codes(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["convert", checkpoint, str(tmp_path / "c")]) == 2
     assert "which format? Pass to=, or --to, with one of holdfast, torch" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "absent"), target]) == 3
-    assert main(["convert", checkpoint, str(tmp_path / "c"), "--to", "safetensors"]) == 3
+    assert main(["convert", checkpoint, str(tmp_path / "c"), "--to", "safetensors"]) == 2
     assert "step" in capsys.readouterr().err
+    assert main(["convert", checkpoint, target, "--rename", "modle=m"]) == 2
+    assert "--rename: no key is 'modle' or below it; there are model.w" in capsys.readouterr().err
+    assert main(["convert", checkpoint, target, "--keys", "modle"]) == 2
     assert main(["convert", checkpoint, target]) == 0
-    assert main(["convert", checkpoint, target]) == 3
+    capsys.readouterr()
+    assert main(["convert", checkpoint, target]) == 2
+    assert "--overwrite, replaces it" in capsys.readouterr().err
     assert main(["convert", checkpoint, target, "--overwrite"]) == 0
     data = bytearray(Path(target).read_bytes())
     data[data.index(torch.arange(6.0).numpy().tobytes()) + 5] ^= 1

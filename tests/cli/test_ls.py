@@ -66,7 +66,7 @@ def test_globs_pick_keys_and_may_stand_behind_options(holdfast: Command, origina
 def test_globs_tell_upper_from_lower_case(holdfast: Command, originals: Path) -> None:
     found = holdfast("ls", originals / "ours", "MODEL.*", "--json")
     assert keys(found.document) == []
-    assert found.code == 0
+    assert found.code == 2
     assert "no key matches MODEL.*; there are 9 keys" in found.err
 
 

@@ -174,6 +174,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         ({"target": "b.pt", "dtype": "int8"}, UsageError, "floating-point"),
         ({"target": "b.pt", "max_shard_size": 5}, UsageError, "max_shard_size"),
         ({"target": "b.pt", "rename": {"step": "name"}}, UsageError, "both be called 'name'"),
+        ({"target": "b.pt", "rename": {"nosuch": "x"}}, MissingKeyError, "no key is 'nosuch' or below it"),
         ({"target": "b.pt", "rename": {"step": 7}}, UsageError, "step: rename gives 7"),
         ({"target": "b.pt", "rename": "net"}, UsageError, "rename is a function of a key, or a dict"),
         ({"target": "a", "to": "torch"}, UsageError, "same place"),

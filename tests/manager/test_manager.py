@@ -131,8 +131,10 @@ def test_a_damaged_newest_step_does_not_stop_a_restore_and_is_named(
     assert restored is not None
     assert (restored.step, state["n"]) == (2, 2)
     assert folders(newest) == before
-    if damage != "no commit":
-        assert list(restored.skipped) == [3]
+    assert list(restored.skipped) == [3]
+    if damage == "no commit":
+        assert "step 3 is not tried: it is not complete: step-3 has no .metadata" in caplog.text
+    else:
         assert "step 3 cannot be restored" in caplog.text
         assert manager.latest() == 2, "what is known to be damaged counts for nothing"
         capsys.readouterr()
@@ -473,6 +475,12 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = "--metric: no step has the metric 'los'; the metrics are loss. Nothing was deleted"
     assert message in capsys.readouterr().err
     assert folders(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    assert main(["prune", root, "--steps", "10,20"]) == 2
+    message = "--steps: there is no step 10, 20; the steps are 1, 2, 3. Nothing was deleted"
+    assert message in capsys.readouterr().err
+    assert folders(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    assert main(["prune", root, "--steps", "10", "--last", "3", "--dry-run"]) == 0
+    assert "would delete 0 steps" in capsys.readouterr().out
     assert main(["prune", root, "--best", "1", "--metric", "loss", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["deleted"] == [2]
     assert folders(tmp_path) == ["checkpoint-1", "checkpoint-3"]

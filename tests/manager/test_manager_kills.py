@@ -48,7 +48,10 @@ def test_a_kill_at_any_call_of_save_and_prune_leaves_a_newest_step_that_loads(
         state = state_of(0)
         restored = manager.restore(state)
         assert restored is not None
-        assert (restored.step, float(state["w"][0]), dict(restored.skipped)) == (latest, latest, {}), point
+        assert (restored.step, float(state["w"][0])) == (latest, latest), point
+        cut_off = [4] if (root / "step-4").exists() and latest == 3 else []
+        assert list(restored.skipped) == cut_off, point
+        assert all("not complete" in reason for reason in restored.skipped.values()), point
         for step in manager.steps():
             hf.load(state, checkpoint_id=root / f"step-{step}")
         manager.save(5, state_of(5))

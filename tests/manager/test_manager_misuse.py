@@ -221,6 +221,93 @@ def test_a_step_that_is_a_link_is_not_deleted(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "elsewhere")) == before
 
 
+def test_a_reader_whose_step_is_deleted_under_it_takes_the_newer_one(tmp_path: Path) -> None:
+    trainer = CheckpointManager(tmp_path, keep=Last(1))
+    trainer.save(1, {"part": state_of(1)})
+
+    class Part:
+        """Whoever asks for its state lets the trainer go on."""
+
+        def __init__(self) -> None:
+            self.values = state_of(0)
+
+        def state_dict(self) -> dict[str, Any]:
+            if trainer.latest() == 1:
+                trainer.save(2, {"part": state_of(2)})
+                trainer.wait()
+            return self.values
+
+        def load_state_dict(self, values: dict[str, Any]) -> None:
+            self.values = values
+
+    part = Part()
+    restored = CheckpointManager(tmp_path, read_only=True).restore({"part": part})
+    trainer.close()
+    assert trainer.steps() == [2]
+    assert restored is not None
+    assert (restored.step, dict(restored.skipped), part.values["n"]) == (2, {}, 2)
+
+
+def test_a_reader_does_not_call_a_running_save_damaged(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state_of(1))
+    (tmp_path / "step-2").mkdir()
+    restored = CheckpointManager(tmp_path, read_only=True).restore(state_of(0))
+    assert restored is not None
+    assert (restored.step, dict(restored.skipped)) == (1, {})
+
+
+def test_a_failure_that_its_future_has_told_is_not_raised_again_at_the_end(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    (tmp_path / "step-1").write_text("in the way")
+    with pytest.raises(hf.CheckpointException):
+        manager.async_save(1, state_of(1)).result()
+    manager.close()
+    manager = CheckpointManager(tmp_path)
+    manager.async_save(1, state_of(1))
+    with pytest.raises(hf.CheckpointException):
+        manager.close()
+
+
+def test_what_ended_the_training_is_not_hidden_by_a_failed_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "step-1").write_text("in the way")
+    with pytest.raises(KeyError, match="training"), CheckpointManager(tmp_path) as manager:
+        manager.async_save(1, state_of(1))
+        raise KeyError("training")
+    assert "the last save failed, too: " in caplog.text
+
+
+def test_a_save_that_was_cancelled_does_not_make_the_end_fail(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        future = manager.async_save(1, {"w": torch.zeros(1 << 22)})
+        was_cancelled = future.cancel()
+    assert manager.steps() == ([] if was_cancelled else [1])
+
+
+def test_a_step_that_another_step_is_a_link_to_is_not_deleted(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, state_of(1))
+        manager.save(2, state_of(2))
+    (tmp_path / "run/step-9").symlink_to("step-2")
+    with CheckpointManager(tmp_path / "run", keep=Last(1)) as manager:
+        assert manager.prune() == [1]
+        state = state_of(0)
+        restored = manager.restore(state)
+        assert restored is not None
+        assert (restored.step, state["n"]) == (9, 2)
+
+
+def test_a_first_start_beside_a_step_that_is_not_complete_does_not_pass_unnoticed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hf.save(state_of(7), checkpoint_id=tmp_path / "step-7")
+    (tmp_path / "step-7" / ".metadata").unlink()
+    assert CheckpointManager(tmp_path).restore(state_of(0)) is None
+    assert "step 7 is not tried: it is not complete: step-7 has no .metadata" in caplog.text
+
+
 def test_a_run_that_goes_back_leaves_a_save_behind_that_is_still_running(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, keep=Last(1)) as manager:
         manager.save(10, state_of(10))

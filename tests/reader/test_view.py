@@ -186,6 +186,23 @@ def test_bfloat16_needs_ml_dtypes_in_numpy_and_says_so(root: Path, monkeypatch: 
         assert np.asarray(view["model.flags"]).tolist() == [True, False, True]
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")  # torch's own
+def test_what_no_package_adds_to_numpy_is_not_said_to_be_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    hf.save({"c": torch.zeros(3, dtype=torch.complex32)}, checkpoint_id=tmp_path, no_dist=True)
+    expected = 'numpy has no complex32: read it with framework="torch"'
+    with hf.open(tmp_path, framework="numpy") as view, pytest.raises(UsageError, match=expected):
+        view["c"][0]
+
+
+def test_a_new_axis_is_refused_as_what_it_is(tmp_path: Path) -> None:
+    hf.save({"w": torch.zeros(3, 4)}, checkpoint_id=tmp_path, no_dist=True)
+    with hf.open(tmp_path) as view, pytest.raises(UsageError, match="not with NoneType"):
+        view["w"][:, None, 1]
+
+
 def nbytes_read() -> int:
     """How many bytes this process has read by system calls."""
     return int(Path("/proc/self/io").read_text().split()[1])

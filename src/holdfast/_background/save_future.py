@@ -115,6 +115,11 @@ class SaveFuture(_Watched[Metadata | None]):
             self._running.asked = True
         return is_done
 
+    @property
+    def looked_at(self) -> bool:
+        """Whether somebody has been told of a failure."""
+        return self._running.looked_at
+
     def progress(self) -> Progress:
         """Bytes written by this rank, bytes to write, and bytes a second. Never waits.
 

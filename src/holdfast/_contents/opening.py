@@ -130,7 +130,8 @@ def _with_file(store: FileSource, name: str, path: str) -> FileSource:
 
 
 def _in_folder(path: str) -> Checkpoint:
-    store = open_place(path.rstrip("/") or "/")
+    # A URL without a name in it must stay one: its store says what is missing.
+    store = open_place(path if path.endswith("://") else path.rstrip("/") or "/")
     names = store.names()
     if METADATA in names:
         return Checkpoint(store, [(None, METADATA)])

@@ -1,6 +1,7 @@
 """The tensors of safetensors files as a manifest of our own kind, made from headers."""
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from holdfast._format.foreign_manifest import foreign_manifest
@@ -59,9 +60,8 @@ def manifest_of_chunks(url: str, files: Mapping[str, int], chunks: Sequence[Mode
         "raw_nbytes": sizes,
         "blocks": [len(chunk.checksums or b"") // 4 for chunk in rows],
     }
-    properties = {dtype: TorchProperties(dtype) for dtype in {chunk.tensor.dtype for chunk in rows}}
     return foreign_manifest(
-        {key: _entry(of_key, properties) for key, of_key in by_key.items()},
+        {key: _entry(of_key) for key, of_key in by_key.items()},
         columns,
         files,
         software="safetensors",
@@ -71,6 +71,14 @@ def manifest_of_chunks(url: str, files: Mapping[str, int], chunks: Sequence[Mode
     )
 
 
-def _entry(chunks: Sequence[ModelChunk], properties: Mapping[str, TorchProperties]) -> TorchTensor:
+def _entry(chunks: Sequence[ModelChunk]) -> TorchTensor:
+    tensor, offsets, _, _ = chunks[0]
+    if len(chunks) == 1 and not any(offsets):
+        return _whole_entry(tensor.dtype, tensor.shape)
     boxes = [(chunk.offsets, chunk.tensor.shape) for chunk in chunks]
-    return TorchTensor(properties[chunks[0].tensor.dtype], ModelChunk.tensor_shape(chunks), boxes)
+    return TorchTensor(TorchProperties(tensor.dtype), ModelChunk.tensor_shape(chunks), boxes)
+
+
+@lru_cache(maxsize=4096)  # models repeat their shapes layer by layer
+def _whole_entry(dtype: str, shape: tuple[int, ...]) -> TorchTensor:
+    return TorchTensor(TorchProperties(dtype), shape, [((0,) * len(shape), shape)])

@@ -8,7 +8,7 @@ from holdfast._contents.checking_torch import LIMITS
 from holdfast._contents.findings import Findings, says_damaged
 from holdfast._contents.inventory import Inventory
 from holdfast._contents.opening import Checkpoint
-from holdfast._format.names import is_leftover, metadata_rank, parse_data_file
+from holdfast._format.names import METADATA, is_leftover, metadata_rank, parse_data_file
 from holdfast._human_units import size_text
 from holdfast._io import pool
 from holdfast.errors import CheckpointError
@@ -67,7 +67,8 @@ def _read_part(checkpoint: Checkpoint, rank: int | None, name: str, report: Find
     except CheckpointError as error:
         if not says_damaged(error):
             raise
-        message = f"{error} The data files that it names could not be checked."
+        has_others = name == METADATA or metadata_rank(name) is not None
+        message = f"{error} The data files that it names could not be checked." if has_others else str(error)
         report.damage("metadata", message, file=name or os.path.basename(checkpoint.url), rank=rank)
     return None
 

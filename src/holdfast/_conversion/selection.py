@@ -2,7 +2,7 @@
 
 import fnmatch
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -96,7 +96,7 @@ def select(
         with_kept_values: Whether values that were kept for each rank are taken, too.
 
     Raises:
-        MissingKeyError: A pattern matches no key.
+        MissingKeyError: A pattern matches no key, or there is none that gets a new name.
         UsageError: Two values get the same name.
     """
     there = list(source.metadata.state_dict_metadata)
@@ -109,6 +109,9 @@ def select(
             "%s: values that were kept for each rank are left out, as the target has one of each: %s",
             *(source.url, some_of(sorted(kept), 5)),
         )
+    containers = containers_of(source.metadata.planner_data)
+    if isinstance(rename, Mapping):
+        _refuse_idle(rename, [*there, *map(flat_key, containers)])
     naming = str if rename is None else renaming(rename, with_below=True)
     chosen = Selection()
     paths = paths_of(source.metadata.planner_data)
@@ -129,7 +132,7 @@ def select(
         moved[path] = chosen.structure[name] = path if name == key else new_path(name, path)
 
     places = moved_containers(moved)
-    for path, container in containers_of(source.metadata.planner_data).items():
+    for path, container in containers.items():
         place = places[path] if path in places else _place_of_empty(path, keys, rename, places)
         if place is not None:
             position = numbers[min(container.position, len(there))]
@@ -150,6 +153,15 @@ def _place_of_empty(
     if not isinstance(rename, Mapping):  # a function of the caller's knows keys only
         return move_with_neighbours(path, places)
     return new_path(renaming(rename, with_below=True)(key), path) if rename.get(key) != "" else None
+
+
+def _refuse_idle(rename: Mapping[str, str], there: Collection[str]) -> None:
+    """Raise if there is nothing that gets one of the new names: it is misspelt."""
+    for old in rename:
+        if not any(key == old or key.startswith(f"{old}.") for key in there):
+            raise MissingKeyError(
+                f"rename, or --rename: no key is {old!r} or below it; there are {some_of(there, 5)}", key=old
+            )
 
 
 def _matching(there: Sequence[str], patterns: Sequence[str]) -> set[str]:

@@ -119,12 +119,26 @@ class StoredItems:
             return self._checksums_of
         if declared.listed_in is None:
             return numbers.__getitem__
-        # An item without transforms says so by having no descriptors, as torch does.
-        values = [
-            (tuple(entry) or None) if isinstance(entry, list) else entry
-            for entry in getattr(self.manifest, declared.listed_in)
-        ]
+        values = self._listed(declared.listed_in)
         return lambda row: values[numbers[row]]
+
+    def _column(self, field: str, declared: Column) -> Iterable[Any]:
+        """The values of a field for all rows: a pass in C where that can be had."""
+        if field == "checksums":
+            checksums = self.manifest.checksums
+            return map(self._checksums_of, range(len(self))) if checksums else itertools.repeat(b"")
+        numbers = self.manifest.item_column(declared.name)
+        if declared.listed_in is None:
+            return numbers
+        return map(self._listed(declared.listed_in).__getitem__, numbers)
+
+    def _listed(self, name: str) -> list[Any]:
+        """What the numbers of a column refer to."""
+        # An item without transforms says so by having no descriptors, as torch does.
+        return [
+            (tuple(entry) or None) if isinstance(entry, list) else entry
+            for entry in getattr(self.manifest, name)
+        ]
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -144,7 +158,7 @@ class StoredItems:
 
     def records(self) -> Iterator[StorageInfo]:
         """All items as records."""
-        columns = [map(value, range(len(self))) for value in self._values]
+        columns = [self._column(*field) for field in COLUMNS.items()]
         return map(StorageInfo, *columns, itertools.repeat(self.manifest.block_size))
 
 

@@ -184,21 +184,21 @@ def parse_header(data: bytes | bytearray, file_nbytes: int, *, path: str) -> Hea
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _damaged(path, str(error)) from error
     found.sort(key=lambda pair: pair[1].data_offsets)
-    tensors, end = [], 0
+    tensors, end, start = [], 0, len(data)
     for key, entry in found:
         try:
-            dtype, shape = _as_torch(entry.dtype, entry.shape)
+            dtype, shape, nbytes = _as_torch(entry.dtype, entry.shape)
         except ValueError as error:
             raise _damaged(path, f"{key} {error}", key) from error
-        begin = entry.data_offsets[0]
+        begin, stop = entry.data_offsets
         if begin != end:
             what = "overlaps the tensor before it" if begin < end else "leaves a gap after the one before it"
             raise _damaged(path, f"{key} at {begin} {what}, which ends at {end}", key)
-        end = entry.data_offsets[1]
-        if end - begin != _nbytes(dtype, shape):
-            what = f"{key} of shape {list(entry.shape)} of {entry.dtype} takes {_nbytes(dtype, shape)} bytes"
+        end = stop
+        if end - begin != nbytes:
+            what = f"{key} of shape {list(entry.shape)} of {entry.dtype} takes {nbytes} bytes"
             raise _damaged(path, f"{what}, and has {end - begin}", key)
-        tensors.append(StoredTensor(key, dtype, shape, len(data) + begin))
+        tensors.append(StoredTensor(key, dtype, shape, start + begin))
     _check_end(len(data) + end, file_nbytes, tensors, path)
     return Header(tensors, attributes, len(data))
 
@@ -237,9 +237,8 @@ class _Entry(msgspec.Struct):
 
 
 @lru_cache(maxsize=4096)  # models repeat their shapes layer by layer
-@lru_cache(maxsize=4096)
-def _as_torch(code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """Torch's dtype and shape of a tensor, from those of the format; ValueError if there are none."""
+def _as_torch(code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], int]:
+    """Torch's dtype, shape and size of a tensor, from those of the format; ValueError if there are none."""
     name = TORCH_NAMES.get(code)
     if name is None:
         raise ValueError(f"has the dtype {code!r}, which torch does not have")
@@ -249,7 +248,7 @@ def _as_torch(code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
         if not shape or shape[-1] % 2:
             raise ValueError(f"has half a byte left over: its shape is {list(shape)} of F4")
         shape = (*shape[:-1], shape[-1] // 2)
-    return name, shape
+    return name, shape, _nbytes(name, shape)
 
 
 def _check_end(end: int, file_nbytes: int, tensors: Sequence[StoredTensor], path: str) -> None:

@@ -79,7 +79,7 @@ class Archive:
     def damaged(self, reason: str) -> NoReturn:
         """Raise IntegrityError: the item is damaged in this way."""
         raise IntegrityError(
-            f"{self._where}: the item is not an archive that torch.save writes: {reason}. "
+            f"{self._where}: is not an archive that torch.save writes: {reason}. "
             "The file is damaged; restore it from a copy or load another checkpoint.",
             path=self.path,
             key=self.key,

@@ -38,7 +38,8 @@ class RestoredStep:
         metrics: The metrics that it was saved with.
         metadata: The metadata that it was saved with.
         result: What the load did.
-        skipped: Newer steps that are damaged or incomplete, each with the reason.
+        skipped: Newer steps that are damaged or incomplete, each with the reason. A manager for reading only
+            leaves out incomplete ones: others may be saving them.
     """
 
     step: int
@@ -58,28 +59,31 @@ def restore_newest(
     read_only: bool,
 ) -> RestoredStep | None:
     """Load a step, or the newest sound one; called on every rank. See ``CheckpointManager.restore``."""
-    candidates, is_coordinator = _agree_on_candidates(root, number, group)
-    skipped: dict[int, str] = {}
+    tried: set[tuple[str, Any]] = set()
     first_error: CheckpointException | None = None
-    for step in candidates:
-        try:
-            result = load(state, checkpoint_id=root.place_of(step.folder), **group, **options)
-        except CheckpointException as error:
-            if number is not None or not _is_of_the_step(error, options):
-                raise
-            first_error = first_error or error
-            skipped[step.number] = reason = str(error)
-            logger.warning(
-                "%s: step %d cannot be restored; the one before is tried. %s",
-                *(root.place, step.number, reason),
-            )
-            if is_coordinator and not read_only and isinstance(error, IntegrityError) and step.commit:
-                mark_damaged(root.store, step, reason)
-            continue
-        if is_coordinator and step.is_damaged and not read_only:
-            root.forget_damage(step.folder, root.store.names())
-        kept = result.user_metadata
-        return RestoredStep(step.number, kept.get(METRICS, {}), kept.get(USER, {}), result, skipped)
+    while True:
+        candidates, skipped, is_coordinator = _agree_on_candidates(root, number, group, read_only=read_only)
+        for passed, reason in skipped.items():
+            logger.warning("%s: step %d is not tried: %s", root.place, passed, reason)
+        # Another process may have deleted all that was found, and saved a newer step: that is not tried yet.
+        candidates = [step for step in candidates if _version(step) not in tried]
+        if not candidates:
+            break
+        for step in candidates:
+            tried.add(_version(step))
+            try:
+                result = load(state, checkpoint_id=root.place_of(step.folder), **group, **options)
+            except CheckpointException as error:
+                if number is not None or not _is_of_the_step(error, options):
+                    raise
+                first_error = first_error or error
+                skipped[step.number] = str(error)
+                _tell_of_damage(root, step, error, is_to_note=is_coordinator and not read_only)
+                continue
+            if is_coordinator and step.is_damaged and not read_only:
+                root.forget_damage(step.folder, root.store.names())
+            kept = result.user_metadata
+            return RestoredStep(step.number, kept.get(METRICS, {}), kept.get(USER, {}), result, skipped)
     if first_error is not None:
         raise first_error
     if number is not None:
@@ -87,26 +91,56 @@ def restore_newest(
     return None
 
 
-def _agree_on_candidates(
-    root: RunRoot, number: int | None, group: Mapping[str, Any]
-) -> tuple[list[Step], bool]:
-    """The steps to try, the best first, as rank 0 finds them; and whether this is rank 0."""
+def _version(step: Step) -> tuple[str, Any]:
+    """A step that is saved again has another one."""
+    return step.folder, step.commit and step.commit.version
 
-    def look() -> list[Step]:
+
+def _tell_of_damage(root: RunRoot, step: Step, error: CheckpointException, *, is_to_note: bool) -> None:
+    logger.warning(
+        "%s: step %d cannot be restored; the one before is tried. %s", root.place, step.number, error
+    )
+    if is_to_note and isinstance(error, IntegrityError) and step.commit:
+        mark_damaged(root.store, step, str(error))
+
+
+def _agree_on_candidates(
+    root: RunRoot, number: int | None, group: Mapping[str, Any], *, read_only: bool
+) -> tuple[list[Step], dict[int, str], bool]:
+    """The steps to try, the best first, as rank 0 finds them; the newer ones that are not tried, and why; and
+    whether this is rank 0.
+    """
+
+    def look() -> tuple[list[Step], dict[int, str]]:
         found = root.find_steps()
         if not found.steps:
             _refuse_other_places(root)
         if number is not None:
             step = found.find(number)
-            return [] if step is None else [step]
-        for step in found:
-            if step.is_damaged:
-                logger.warning("%s: step %d is known to be damaged, and not tried", root.place, step.number)
+            return ([] if step is None else [step]), {}
         # If all are known to be damaged they are tried again: this is not a first start.
-        return (found.usable or [step for step in found if step.commit])[::-1]
+        candidates = (found.usable or [step for step in found if step.commit])[::-1]
+        return candidates, _passed_over(found, candidates, with_incomplete=not read_only)
 
     with open_exchange(group["process_group"], purpose="restore", no_dist=group["no_dist"]) as exchange:
-        return exchange.share("find the steps", look), exchange.is_coordinator
+        candidates, passed = exchange.share("find the steps", look)
+        return candidates, passed, exchange.is_coordinator
+
+
+def _passed_over(found: StepList, candidates: list[Step], *, with_incomplete: bool) -> dict[int, str]:
+    """The steps newer than all that can be restored, each with the reason; the newest first."""
+    passed = {}
+    for step in reversed(found.steps):
+        if candidates and step.order <= candidates[0].order:
+            break
+        if step.commit is not None:
+            passed[step.number] = "a restore has found that it is damaged"
+        elif with_incomplete and step.folder not in found.deleting:
+            passed[step.number] = (
+                f"it is not complete: {step.folder} has no {METADATA}. Its save was cut off, or is still "
+                "under way, or the file was removed"
+            )
+    return passed
 
 
 def refuse_a_checkpoint(root: RunRoot, found: StepList) -> None:

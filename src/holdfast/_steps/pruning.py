@@ -73,9 +73,13 @@ class Pruning:
             usable.pop()
         needs_metrics = any(getattr(part, "needs_metrics", False) for part in policies_in(self.keep))
         metadata = self.root.metadata.of(usable, found.files) if needs_metrics else {}
-        # What a link points to is elsewhere, and not ours to delete.
+        # What a link points to is elsewhere, and not ours to delete; or it is another step, which it needs.
+        targets = {step.folder: self.root.link_target(step.folder) for step in usable}
+        linked = {target for target in targets.values() if target}
         spared = {
-            step.number for step in usable if step.folder == self.saved_last or self.root.is_link(step.folder)
+            step.number
+            for step in usable
+            if step.folder == self.saved_last or step.folder in linked or targets[step.folder] is not None
         }
         facts = facts_of(usable, metadata)
         doomed = set(steps_to_delete(self.keep, facts)) - spared

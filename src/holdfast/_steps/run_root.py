@@ -57,10 +57,16 @@ class RunRoot:
         """The store of a folder."""
         return open_place(self.place_of(folder))
 
-    def is_link(self, folder: str) -> bool:
-        """Whether a folder of the root is a link to one elsewhere."""
+    def link_target(self, folder: str) -> str | None:
+        """Where a folder of the root leads to if it is a link: a folder of the root, or "" for one elsewhere.
+
+        None if it is no link.
+        """
         path = local_path(self.place_of(folder))
-        return path is not None and os.path.islink(path)
+        if path is None or not os.path.islink(path):
+            return None
+        above, name = os.path.split(os.path.realpath(path))
+        return name if above == os.path.realpath(os.path.dirname(path)) else ""
 
     def find_steps(self) -> StepList:
         """All steps, by one look at the root."""

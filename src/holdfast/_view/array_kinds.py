@@ -66,6 +66,8 @@ class NumpyArrays:
         try:
             import ml_dtypes  # noqa: PLC0415
         except ImportError as error:
+            if "float" not in name:  # such as complex32, which it does not add
+                raise UsageError(f'numpy has no {name}: read it with framework="torch"', found=name) from None
             raise UsageError(
                 f"numpy has no {name}: pip install ml_dtypes, which adds bfloat16 and float8, or read it as "
                 'a tensor of torch with framework="torch"',

@@ -43,6 +43,9 @@ def select(shape: Ints, index: Any) -> IndexedBox:
     gaps = [number for number, word in enumerate(words) if word is Ellipsis]
     if len(gaps) > 1:
         raise IndexError("an index can have one '...' only")
+    for word in words:
+        if not isinstance(word, slice) and word is not Ellipsis:
+            _check_kind(word)
     missing = len(shape) - (len(words) - len(gaps))
     if missing < 0:
         raise IndexError(f"too many indices: the tensor has {len(shape)} dimensions, not {len(words)}")
@@ -72,13 +75,16 @@ def _resolve_slice(word: slice, length: int) -> tuple[int, int, int]:
     return begin, (count - 1) * step + 1 if count else 0, step
 
 
-def _resolve_number(word: Any, length: int, dimension: int) -> int:
+def _check_kind(word: Any) -> None:
     if isinstance(word, bool) or not hasattr(word, "__index__") or getattr(word, "shape", ()) != ():
         raise UsageError(
             f"a stored tensor is indexed with integers, slices and '...', not with {type(word).__name__}: "
             "read a slice first, and index that",
             found=type(word).__name__,
         )
+
+
+def _resolve_number(word: Any, length: int, dimension: int) -> int:
     number = operator.index(word)
     if not -length <= number < length:
         raise IndexError(f"index {number} is out of range for dimension {dimension} with {length} elements")

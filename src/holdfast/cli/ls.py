@@ -12,8 +12,8 @@ from holdfast._any_format import open_checkpoint
 from holdfast._contents.inventory import Inventory, ObjectEntry, TensorEntry
 from holdfast._contents.opening import Checkpoint
 from holdfast._format.item_table import StorageInfo
-from holdfast.cli.error_lines import run_each
-from holdfast.cli.exit_codes import FINE
+from holdfast.cli.error_lines import complain, run_each
+from holdfast.cli.exit_codes import FINE, WRONG_USAGE
 from holdfast.cli.small_objects import as_json, read_small, value_text
 from holdfast.cli.text import (
     Style,
@@ -68,10 +68,8 @@ def _list(path: str, arguments: argparse.Namespace) -> int:
             write_lines(["", *lines] if number else lines)
     if arguments.globs and not any(entries for _, entries in parts):
         total = sum(len(part.entries) for part, _ in parts)
-        print(
-            f"holdfast: no key matches {' '.join(arguments.globs)}; there are {counted(total, 'key')}",
-            file=sys.stderr,
-        )
+        words = " ".join(arguments.globs)
+        return complain(f"{path}: no key matches {words}; there are {counted(total, 'key')}", WRONG_USAGE)
     return FINE
 
 

@@ -5,8 +5,9 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
+from holdfast._human_units import some_of
 from holdfast._steps.policies import Best, Every, KeepPolicy, Last, Steps, Within
-from holdfast._steps.pruning import Pruning
+from holdfast._steps.pruning import PrunePlan, Pruning
 from holdfast.cli.exit_codes import FINE, UNREADABLE
 from holdfast.cli.run_steps import check_is_run, open_root
 from holdfast.cli.text import counted, printable, write_json, write_lines
@@ -23,6 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     if plan.unknown_metric:
         # The steps that a misspelt one was to keep would be deleted.
         raise UsageError(f"--metric: {plan.unknown_metric}. Nothing was deleted", found=arguments.metric)
+    _refuse_unknown_steps(arguments, plan)
     doomed = [step.number for step in plan.doomed]
     deleted = doomed if arguments.dry_run else pruning.run()
     if arguments.json:
@@ -36,6 +38,16 @@ def run(arguments: argparse.Namespace) -> int:
         what = f"{verb} {counted(len(deleted), 'step')}{names}; {stay}"
         write_lines([f"{printable(arguments.path)}: {what}"])
     return UNREADABLE if pruning.failed else FINE
+
+
+def _refuse_unknown_steps(arguments: argparse.Namespace, plan: PrunePlan) -> None:
+    """Raise if steps are all that is to be kept, and none of them is there: then all but one would go."""
+    others = (arguments.last, arguments.every, arguments.within, arguments.best)
+    there = {step.number for step in plan.found.steps}
+    if plan.doomed and arguments.steps and not any(others) and there.isdisjoint(arguments.steps):
+        named = ", ".join(map(str, arguments.steps))
+        has = some_of(sorted(there), 10)
+        raise UsageError(f"--steps: there is no step {named}; the steps are {has}. Nothing was deleted")
 
 
 def _needed_policy(arguments: argparse.Namespace) -> KeepPolicy:

@@ -133,7 +133,7 @@ def _checks(part: Inventory, summary: dict[str, Any], integrity: Integrity) -> s
         ("transforms", "; ".join(transforms) or "none"),
         *(("note", note) for note in integrity.notes[:_MOST_FINDINGS]),
     ]
-    return section("Format and integrity", "", table((), rows, keys=(1,)))
+    return section("Format and integrity", "", table((), rows, keys=(1,), stacked=True))
 
 
 def _dtype_bars(summary: dict[str, Any]) -> list[Bar]:
@@ -172,7 +172,8 @@ def _balance(summary: dict[str, Any], ranks: dict[str, int | None], colours: Ran
 def _largest(part: Inventory) -> str:
     entries = sorted(part.entries, key=lambda entry: -entry_nbytes(entry))[:_MOST_LARGEST]
     rows = [(entry.key, *_kind(entry), size_text(entry_nbytes(entry))) for entry in entries]
-    return section("Largest values", "", table(("key", "type", "shape", "size"), rows, numbers=(3,)))
+    head = ("key", "type", "shape", "size")
+    return section("Largest values", "", table(head, rows, numbers=(3,), stacked=True))
 
 
 def _kind(entry: Entry) -> tuple[str, str]:

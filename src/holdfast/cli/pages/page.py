@@ -71,8 +71,12 @@ def table(
     *,
     keys: Sequence[int] = (0,),
     numbers: Sequence[int] = (),
+    stacked: bool = False,
 ) -> str:
-    """A table. Only columns of ``keys`` are wrapped; those of ``numbers`` are aligned to the right."""
+    """A table. Only columns of ``keys`` are wrapped; those of ``numbers`` are aligned to the right.
+
+    On a phone a ``stacked`` one has a key on a line of its own, and the rest of its row below.
+    """
 
     def cell(content: str, at: int, tag: str) -> str:
         kind = "k" if at in keys else "n" if at in numbers else "w"
@@ -84,4 +88,5 @@ def table(
 
     top = line(head, "th") if head else ""
     body = "".join(line(row, "td") for row in rows)
-    return f'<div class="scroll"><table>{top}{body}</table></div>'
+    start = '<table class="stacked">' if stacked else "<table>"
+    return f'<div class="scroll">{start}{top}{body}</table></div>'
