@@ -50,19 +50,21 @@ def set_optimizers(
     """Load the state dict into the optimizers. If it does not fit, nothing is changed."""
     named = named_optimizers(model, optimizers, options)
     if not options.broadcast_from_rank0:
-        for one, loaded in _fitted(named, _read(state_dict, named), options):
-            load_exactly(one.optimizer, loaded)
+        fitted = [(one.optimizer, state) for one, state in _fitted(named, _read(state_dict, named), options)]
+        del named  # the names take as much memory as torch needs for the load
+        for optimizer, numbered in fitted:
+            load_exactly(optimizer, numbered)
         return
     devices = (parameter.device for one in named for parameter in one.parameters)
     sent = SentState(dict(state_dict), next(devices, None))
-    problem, fitted = None, []
+    problem, destined = None, []
     try:
-        fitted = _fitted(named, _read(sent.tree, named), options)
-        refuse_indivisible(fitted)
+        destined = _fitted(named, _read(sent.tree, named), options)
+        refuse_indivisible(destined)
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
         problem = error
     sent.agree(problem)
-    received = received_states(sent, fitted)
+    received = received_states(sent, destined)
     for one, loaded in received:
         load_exactly(one.optimizer, loaded)
 
