@@ -125,6 +125,7 @@ def read_optimizers(
         device=torch.device("cpu") if options.cpu_offload else None,
         optimizers=optimizers,
     )
+    others: dict[Any, Any] = {}
     waiting = named_optimizers(model, optimizers, options)
     while waiting:
         # One at a time, and nothing of it is kept: what is only needed on the way is as large as the names.
@@ -139,12 +140,20 @@ def read_optimizers(
         groups += (
             {**changed_leaves({**group, PARAMS: []}, deliver), PARAMS: group[PARAMS]} for group in own.groups
         )
+        if others.keys() & own.others.keys():
+            names = ", ".join(map(repr, own.others))
+            raise ValueError(
+                f"several optimizers have values under {names} beside their state and groups; read and set "
+                "the state of each of them by itself"
+            )
+        others.update(changed_leaves(own.others, deliver))
     if is_left_to_rank0(options):
         return {}
     if not is_flat:
-        return {STATE: found, GROUPS: groups}
+        return {STATE: found, GROUPS: groups, **others}
     for group in groups:
         found.update(group_leaves(group))
+    found.update(others)
     remember_flat(found)
     return found
 
@@ -154,6 +163,7 @@ class _OwnState:
 
     Attributes:
         groups: Its groups, with the names of their parameters.
+        others: What an optimizer with a ``state_dict`` or hooks of its own has beside state and groups.
 
     Args:
         named: The optimizer.
@@ -175,7 +185,8 @@ class _OwnState:
         ]
         kept = dict(own[STATE])
         self._states = [kept.pop(number, _NO_STATE) for number in numbers]
-        self._others = list(kept.items())
+        self._of_no_parameter = kept
+        self.others = {key: value for key, value in own.items() if key not in (STATE, GROUPS)}
 
     def take_states(self) -> Iterator[tuple[Any, Any]]:
         """The states, in the order of the parameters: all ranks must gather in one order.
@@ -187,7 +198,7 @@ class _OwnState:
             state = self._states.pop()
             if state is not _NO_STATE:
                 yield name, state
-        yield from self._others
+        yield from self._of_no_parameter.items()
 
 
 _NO_STATE = object()
