@@ -102,15 +102,22 @@ class OptimizerPart:
 
     def _join(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         groups: list[dict[str, Any]] = []
-        joined, parameters = dict[str, Any](), dict[str, Any]()
+        joined, parameters, beside = dict[str, Any](), dict[str, Any](), dict[str, Any]()
         _refuse_shared(optimizers, self.model.modules)
         for home, some in self.model.by_home(optimizers):
             state = get_optimizer_state_dict(home, some, options=self.model.options)
             parameters.update(state["state"].parameters)
             joined.update(state["state"])
             groups += state["param_groups"]
+            others = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+            for key in beside.keys() & others.keys():
+                raise UsageError(
+                    f"two optimizers both have {key!r} beside their state and groups; pass them by name",
+                    key=str(key),
+                )
+            beside |= others
         states = ParameterStates(joined, parameters=parameters, optimizers=optimizers)
-        return {"state": states, "param_groups": _named_groups(groups)}
+        return {**beside, "state": states, "param_groups": _named_groups(groups)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         for name, optimizers in self.optimizers.items():
@@ -128,6 +135,7 @@ class OptimizerPart:
         own = get_optimizer_state_dict(home, optimizers, options=self.model.options)
         names = own["state"].parameters.keys()
         return {
+            **state,
             "state": {name: entry for name, entry in state["state"].items() if name in names},
             "param_groups": [
                 group for group in state["param_groups"] if not names.isdisjoint(group["params"])

@@ -1,4 +1,4 @@
-"""State dicts of many parameters need little more memory than the dicts themselves."""
+"""State dicts of many parameters need no more memory than the dicts themselves, but for a few percent."""
 
 import gc
 import tracemalloc
@@ -20,6 +20,7 @@ from holdfast.state_dict import (
 pytestmark = pytest.mark.slow
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def memory_of(call: Callable[[], Any]) -> tuple[int, int]:
@@ -52,10 +53,14 @@ def test_reading_needs_no_second_copy_of_names_and_states(
     model, optimizer = trained
     wrapped: Any = torch.compile(model)
     most_of_result = {
-        "model": (1.25, lambda: get_model_state_dict(model)),
-        "wrapped model": (1.35, lambda: get_model_state_dict(wrapped)),
-        "optimizer": (1.5, lambda: get_optimizer_state_dict(model, optimizer)),
-        "flat": (1.15, lambda: get_optimizer_state_dict(model, optimizer, options=FLAT)),
+        "model": (1.04, lambda: get_model_state_dict(model)),
+        "whole model": (1.04, lambda: get_model_state_dict(model, options=WHOLE)),
+        # The keys with the wrapper's prefix are there before the names.
+        "wrapped model": (1.12, lambda: get_model_state_dict(wrapped)),
+        "optimizer": (1.02, lambda: get_optimizer_state_dict(model, optimizer)),
+        "whole optimizer": (1.02, lambda: get_optimizer_state_dict(model, optimizer, options=WHOLE)),
+        "optimizer of a wrapped model": (1.02, lambda: get_optimizer_state_dict(wrapped, optimizer)),
+        "flat": (1.02, lambda: get_optimizer_state_dict(model, optimizer, options=FLAT)),
     }
     for kind, (most, read) in most_of_result.items():
         peak, result = memory_of(read)
@@ -72,7 +77,9 @@ def test_setting_needs_less_memory_than_what_is_set(trained: tuple[nn.Module, to
     assert peak - left < size
     _, size = memory_of(lambda: get_optimizer_state_dict(model, optimizer))
     peak, left = memory_of(lambda: set_optimizer_state_dict(model, optimizer, optimizer_state))
-    assert peak - left < size
+    # torch's load_state_dict and the numbers that it wants take these, whoever calls it.
+    assert peak <= 1.12 * size
+    assert peak - left < size / 2
     _, size = memory_of(lambda: get_optimizer_state_dict(model, optimizer, options=FLAT))
     peak, left = memory_of(lambda: set_optimizer_state_dict(model, optimizer, flat))
-    assert peak - left < size / 2
+    assert peak < size / 2

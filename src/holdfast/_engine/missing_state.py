@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parameter import is_lazy
 
 from holdfast._engine.pickled_tensors import PickledRoom, PickledTensorMetadata
 from holdfast._tensors.chunks import global_shape, is_any_tensor
@@ -71,7 +72,7 @@ class StateMaker:
         if parameter is None or not len(entry.size):
             # A count of steps, which most optimizers keep on the host.
             return torch.empty(entry.size, dtype=dtype)
-        if self.is_whole:
+        if self.is_whole or is_lazy(parameter):
             return torch.empty(entry.size, dtype=dtype, device=self.device or parameter.device)
         if global_shape(parameter) == entry.size:
             return torch.empty_like(parameter, dtype=dtype, device=self.device, requires_grad=False)

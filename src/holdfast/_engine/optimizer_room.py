@@ -1,7 +1,8 @@
-"""Room for what a checkpoint has of the optimizers of a state, and these do not have yet.
+"""Room for what a checkpoint has of the optimizers and modules of a state, and these do not have yet.
 
-An optimizer makes its state in its first step, so in a new process there is nothing to load momenta into. A
-load makes what is missing from the checkpoint's metadata, and takes it away again if it fails.
+An optimizer makes its state in its first step, so in a new process there is nothing to load momenta into. The
+extra state of a module may have another form before its first step. A load makes what is missing from the
+checkpoint's metadata, and takes it away again if it fails.
 """
 
 from collections import OrderedDict
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from holdfast._engine.flat_optimizer_room import FlatRoom
+from holdfast._engine.module_room import ModuleRoom, takes_any_form
 from holdfast._engine.optimizer_groups import listed_groups
 from holdfast._engine.optimizer_state_room import NamedRoom, ObjectRoom, PlainRoom
 from holdfast._engine.stateful_objects import OpenedState, entries_of
@@ -36,7 +38,7 @@ class OptimizerRooms:
         self._modules = [inner.owner for inner in found if isinstance(inner.owner, torch.nn.Module)]
         self._owners = {id(inner.opened): inner.owner for inner in found}
         self._allow_partial = allow_partial
-        self._rooms: list[ObjectRoom | NamedRoom | PlainRoom | FlatRoom] = []
+        self._rooms: list[ObjectRoom | NamedRoom | PlainRoom | FlatRoom | ModuleRoom] = []
         self._find(opened, ())
 
     def _find(self, node: Any, path: tuple[Any, ...]) -> None:
@@ -62,6 +64,11 @@ class OptimizerRooms:
             if states == {} and _has_numbers(groups):
                 self._rooms.append(PlainRoom(path, node))
                 return
+        if isinstance(node, dict):
+            rooms = (
+                ModuleRoom((*path, key), node) for key, value in node.items() if takes_any_form(key, value)
+            )
+            self._rooms.extend(rooms)
         if isinstance(owner, torch.nn.Module):
             return
         for key, value in entries_of(node):

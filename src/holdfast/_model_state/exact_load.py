@@ -1,7 +1,7 @@
 """``load_state_dict`` of an optimizer, after which every value is exactly the one that was loaded."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,26 +40,32 @@ class _ExactValues:
     """
 
     def __init__(self) -> None:
-        self._states: Mapping[Any, Any] = {}
-        self._parameters: dict[Any, torch.Tensor] = {}
+        self._state_dict: Mapping[str, Any] = {}
 
     def before(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        parameters = (p for group in optimizer.param_groups for p in group[PARAMS])
-        numbers = (number for group in state_dict[GROUPS] for number in group[PARAMS])
-        self._parameters = dict(zip(numbers, parameters, strict=False))
-        self._states = state_dict[STATE]
-        passed = {}
-        for number, state in self._states.items():
-            parameter = self._parameters.get(number)
-            passed[number] = state if parameter is None else _passed_through(state, None, parameter)
-        return {**state_dict, STATE: passed}
+        self._state_dict = state_dict
+        changed = {}
+        for number, state, parameter in self._states(optimizer):
+            passed = _passed_through(state, None, parameter)
+            # Most states go through as they are; a second dict of all would take as much as the result.
+            if passed is not state:
+                changed[number] = passed
+        return {**state_dict, STATE: {**state_dict[STATE], **changed}} if changed else state_dict
 
     def after(self, optimizer: Optimizer) -> None:
-        for number, state in self._states.items():
-            parameter = self._parameters.get(number)
-            loaded = None if parameter is None else optimizer.state.get(parameter)
-            if parameter is not None and loaded is not None:
+        for _, state, parameter in self._states(optimizer):
+            loaded = optimizer.state.get(parameter)
+            if loaded is not None:
                 optimizer.state[parameter] = _exact(state, None, parameter.device, loaded)
+
+    def _states(self, optimizer: Optimizer) -> Iterator[tuple[Any, Any, torch.Tensor]]:
+        """The number, the saved state and the parameter of each parameter that has a state."""
+        parameters = (parameter for group in optimizer.param_groups for parameter in group[PARAMS])
+        numbers = (number for group in self._state_dict[GROUPS] for number in group[PARAMS])
+        states = self._state_dict[STATE]
+        for number, parameter in zip(numbers, parameters, strict=False):
+            if number in states:
+                yield number, states[number], parameter
 
 
 def _passed_through(value: Any, key: Any, parameter: torch.Tensor) -> Any:

@@ -89,6 +89,11 @@ def parameter_of(key: str, names: Collection[str]) -> str | None:
     return _known_name(rest, names) if kind in (STATE, GROUPS) else None
 
 
+def is_beside(key: Any) -> bool:
+    """Whether a key of the flat dict belongs neither to a state nor to a group."""
+    return not isinstance(key, str) or key.partition(".")[0] not in (STATE, GROUPS)
+
+
 def _known_name(rest: str, names: Collection[str]) -> str | None:
     """The parameter at the beginning of a key: the longest one, and all of the key if its state is a dict."""
     end = len(rest)

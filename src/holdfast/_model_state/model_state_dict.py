@@ -2,7 +2,7 @@
 
 import functools
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -38,7 +38,7 @@ def read_model(
     names = ModelNames(model)
     own = _state_dict_to_change(model)
     versions = _versions_in(own)
-    found = _renamed(own, names)
+    found = _renamed(own, names.name_of)
     if submodules:
         found = OrderedDict(_of_submodules(found, model, set(submodules), names, options))
     if options.ignore_frozen_params:
@@ -51,9 +51,7 @@ def read_model(
     if is_left_to_rank0(options):
         return {}
     if versions is not None:
-        vars(found)["_metadata"] = OrderedDict(
-            (names.name_of_module(path), version) for path, version in versions.items()
-        )
+        vars(found)["_metadata"] = _renamed(versions, names.name_of_module, may_merge=True)
     return found
 
 
@@ -64,22 +62,28 @@ def _state_dict_to_change(model: nn.Module) -> "OrderedDict[str, Any]":
     own: Any = state_dict()
     if is_torchs and not vars(model)["_state_dict_hooks"]:
         return own  # type: ignore[no-any-return]
-    entries = OrderedDict(own)
-    vars(entries)["_metadata"] = _versions_in(own)
+    entries, versions = OrderedDict(own), _versions_in(own)
+    vars(entries)["_metadata"] = None if versions is None else OrderedDict(versions)
     return entries
 
 
-def _renamed(own: "OrderedDict[str, Any]", names: ModelNames) -> "OrderedDict[str, Any]":
+def _renamed(
+    own: "OrderedDict[str, Any]", name_of: Callable[[str], str], *, may_merge: bool = False
+) -> "OrderedDict[str, Any]":
     """The entries by name. They are taken out of ``own``, so that there are never two dicts of them."""
-    if all(names.name_of(key) == key for key in own):
+    if all(name_of(key) == key for key in own):
         return own
+    keys, values = list(own), list(own.values())
+    own.clear()
+    keys.reverse()
+    values.reverse()
     found: OrderedDict[str, Any] = OrderedDict()
-    while own:
-        key, value = own.popitem(last=False)
-        name = names.name_of(key)
-        if name in found:
+    while keys:
+        key = keys.pop()
+        name = name_of(key)
+        if name in found and not may_merge:
             raise RuntimeError(f"the state dict of the model has two keys of the name {name}: one is {key}")
-        found[name] = value
+        found[name] = values.pop()
     return found
 
 

@@ -11,7 +11,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast._model_state.exact_load import ParameterNumbers, load_exactly
-from holdfast._model_state.flat_optimizer_state import GROUPS, PARAM_NAMES, PARAMS, STATE, unflattened
+from holdfast._model_state.flat_optimizer_state import (
+    GROUPS,
+    PARAM_NAMES,
+    PARAMS,
+    STATE,
+    is_beside,
+    unflattened,
+)
 from holdfast._model_state.optimizer_kind import refuse_other_kind
 from holdfast._model_state.optimizer_state_dict import NamedOptimizer, named_optimizers
 from holdfast._model_state.optimizer_tensors import placed_state, received_states, refuse_indivisible
@@ -29,11 +36,13 @@ class _SavedOptimizers:
         states: What was kept for each parameter; no entry if nothing was.
         groups: The groups of all optimizers.
         others: What was kept under keys that are no parameters.
+        beside: What an optimizer with a ``state_dict`` of its own has beside state and groups.
     """
 
     states: dict[Any, Any]
     groups: SavedGroups = field(default_factory=SavedGroups)
     others: dict[Any, Any] = field(default_factory=dict)
+    beside: dict[Any, Any] = field(default_factory=dict)
 
     def known_name(self, names: Iterable[str]) -> str | None:
         """The first of a parameter's names that was saved."""
@@ -50,19 +59,21 @@ def set_optimizers(
     """Load the state dict into the optimizers. If it does not fit, nothing is changed."""
     named = named_optimizers(model, optimizers, options)
     if not options.broadcast_from_rank0:
-        for one, loaded in _fitted(named, _read(state_dict, named), options):
-            load_exactly(one.optimizer, loaded)
+        fitted = [(one.optimizer, state) for one, state in _fitted(named, _read(state_dict, named), options)]
+        del named  # the names take as much memory as torch needs for the load
+        for optimizer, numbered in fitted:
+            load_exactly(optimizer, numbered)
         return
     devices = (parameter.device for one in named for parameter in one.parameters)
     sent = SentState(dict(state_dict), next(devices, None))
-    problem, fitted = None, []
+    problem, destined = None, []
     try:
-        fitted = _fitted(named, _read(sent.tree, named), options)
-        refuse_indivisible(fitted)
+        destined = _fitted(named, _read(sent.tree, named), options)
+        refuse_indivisible(destined)
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
         problem = error
     sent.agree(problem)
-    received = received_states(sent, fitted)
+    received = received_states(sent, destined)
     for one, loaded in received:
         load_exactly(one.optimizer, loaded)
 
@@ -81,6 +92,7 @@ def _read(state_dict: Mapping[str, Any], named: Sequence[NamedOptimizer]) -> _Sa
                 found.states[name] = state
             if options:
                 found.groups.add(options, [name])
+        found.beside = {key: value for key, value in state_dict.items() if is_beside(key)}
         return found
     groups = state_dict.get(GROUPS, [])
     names = _names_of_numbers(groups, named)
@@ -93,6 +105,7 @@ def _read(state_dict: Mapping[str, Any], named: Sequence[NamedOptimizer]) -> _Sa
     for key, state in state_dict.get(STATE, {}).items():
         is_parameter = key in of_parameters or not groups
         (found.states if is_parameter else found.others)[names.get(key, key)] = state
+    found.beside = {key: value for key, value in state_dict.items() if key not in (STATE, GROUPS)}
     return found
 
 
@@ -188,7 +201,7 @@ def _numbered(
         now = {key: value for key, value in group.items() if key != PARAMS}
         groups.append({**now, **options, PARAMS: numbers})
     states.update(saved.others)
-    return {STATE: states, GROUPS: groups}
+    return {**saved.beside, STATE: states, GROUPS: groups}
 
 
 def _own_copy(value: Any) -> Any:

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -125,51 +125,83 @@ def read_optimizers(
         device=torch.device("cpu") if options.cpu_offload else None,
         optimizers=optimizers,
     )
-    for named in named_optimizers(model, optimizers, options):
-        own = unpatched_method(named.optimizer, "state_dict")()
-        parameters.update(zip(named.names, named.parameters, strict=True))
-        for key, state in _states_by_name(own[STATE], _names_by_number(named, own[GROUPS])):
+    others: dict[Any, Any] = {}
+    waiting = named_optimizers(model, optimizers, options)
+    while waiting:
+        # One at a time, and nothing of it is kept: what is only needed on the way is as large as the names.
+        own = _OwnState(waiting.pop(0), parameters)
+        for key, state in own.take_states():
             if key in found:
                 raise ValueError(f"two optimizers have a state of their own under the key {key!r}")
             if is_flat and key not in parameters:
                 raise _no_flat_place(key)
             copy = changed_leaves(state, deliver)
             found.update(state_leaves(key, copy) if is_flat else ((key, copy),))
-        rest = iter(named.names)
-        for group in own[GROUPS]:
-            in_group = list(itertools.islice(rest, len(group[PARAMS])))
-            groups.append({**changed_leaves({**group, PARAMS: []}, deliver), PARAMS: in_group})
+        groups += (
+            {**changed_leaves({**group, PARAMS: []}, deliver), PARAMS: group[PARAMS]} for group in own.groups
+        )
+        if others.keys() & own.others.keys():
+            names = ", ".join(map(repr, own.others))
+            raise ValueError(
+                f"several optimizers have values under {names} beside their state and groups; read and set "
+                "the state of each of them by itself"
+            )
+        others.update(changed_leaves(own.others, deliver))
     if is_left_to_rank0(options):
         return {}
     if not is_flat:
-        return {STATE: found, GROUPS: groups}
+        return {STATE: found, GROUPS: groups, **others}
     for group in groups:
         found.update(group_leaves(group))
+    found.update(others)
     remember_flat(found)
     return found
 
 
-def _names_by_number(named: NamedOptimizer, groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
-    """The names for the numbers that ``state_dict()`` of the optimizer has for its parameters."""
-    count = sum(len(group[PARAMS]) for group in groups)
-    if count != len(named.names):
-        raise RuntimeError(
-            f"state_dict() of the {type(named.optimizer).__name__} has {count} parameters, its groups have "
-            f"{len(named.names)}"
-        )
-    numbers = itertools.chain.from_iterable(group[PARAMS] for group in groups)
-    return dict(zip(numbers, named.names, strict=True))
+class _OwnState:
+    """What ``state_dict()`` of one optimizer returns, with names instead of its numbers.
 
+    Attributes:
+        groups: Its groups, with the names of their parameters.
+        others: What an optimizer with a ``state_dict`` or hooks of its own has beside state and groups.
 
-def _states_by_name(own: Mapping[Any, Any], by_number: Mapping[Any, str]) -> Iterator[tuple[Any, Any]]:
-    """The states of one optimizer, in the order of its parameters: all ranks must gather in one order.
-
-    Last come those that belong to no parameter, under the keys that they have.
+    Args:
+        named: The optimizer.
+        parameters: Where to add its parameters, by name.
     """
-    for number, name in by_number.items():
-        if number in own:
-            yield name, own[number]
-    yield from ((key, state) for key, state in own.items() if key not in by_number)
+
+    def __init__(self, named: NamedOptimizer, parameters: dict[Any, torch.Tensor]) -> None:
+        own = unpatched_method(named.optimizer, "state_dict")()
+        numbers = [number for group in own[GROUPS] for number in group[PARAMS]]
+        if len(numbers) != len(named.names):
+            raise RuntimeError(
+                f"state_dict() of the {type(named.optimizer).__name__} has {len(numbers)} parameters, its "
+                f"groups have {len(named.names)}"
+            )
+        parameters.update(zip(named.names, named.parameters, strict=True))
+        rest = iter(named.names)
+        self.groups = [
+            {**group, PARAMS: list(itertools.islice(rest, len(group[PARAMS])))} for group in own[GROUPS]
+        ]
+        kept = dict(own[STATE])
+        self._states = [kept.pop(number, _NO_STATE) for number in numbers]
+        self._of_no_parameter = kept
+        self.others = {key: value for key, value in own.items() if key not in (STATE, GROUPS)}
+
+    def take_states(self) -> Iterator[tuple[Any, Any]]:
+        """The states, in the order of the parameters: all ranks must gather in one order.
+
+        Last come those that belong to no parameter, under the keys that they have.
+        """
+        self._states.reverse()
+        for name in itertools.chain.from_iterable(group[PARAMS] for group in self.groups):
+            state = self._states.pop()
+            if state is not _NO_STATE:
+                yield name, state
+        yield from self._of_no_parameter.items()
+
+
+_NO_STATE = object()
 
 
 def _no_flat_place(key: Any) -> ValueError:

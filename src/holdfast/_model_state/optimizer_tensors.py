@@ -75,7 +75,7 @@ def received_states(
             {key: value if key == PARAMS else changed_leaves(value, arrived) for key, value in group.items()}
             for group in loaded[GROUPS]
         ]
-        found.append((one, {STATE: changed_leaves(loaded[STATE], arrived), GROUPS: groups}))
+        found.append((one, {**changed_leaves({**loaded, GROUPS: []}, arrived), GROUPS: groups}))
     return found
 
 
@@ -106,6 +106,8 @@ def _destinations(
         for group in loaded[GROUPS]:
             options = [value for key, value in group.items() if key != PARAMS]
             yield from _inside(options, _Destination(None, None, None))
+        beside = [value for key, value in loaded.items() if key not in (STATE, GROUPS)]
+        yield from _inside(beside, _Destination(None, None, None))
 
 
 def _inside(value: Any, place: _Destination) -> Iterator[tuple[SentTensor, _Destination]]:
