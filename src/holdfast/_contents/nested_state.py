@@ -62,7 +62,8 @@ def build_nested(
         put_at(container(path[:-1], path[-1]), path[-1], value)
         return value
 
-    waiting = sorted(known.items(), key=lambda entry: entry[1].position, reverse=True)
+    # The next one is the last; those before the same leaf stay in their order.
+    waiting = sorted(known.items(), key=lambda entry: entry[1].position)[::-1]
     order = {key: number for number, key in enumerate(paths)}
     for key, value in leaves.items():
         while waiting and waiting[-1][1].position <= order.get(key, 0):
