@@ -49,15 +49,29 @@ def test_exit_codes(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["convert", checkpoint, str(tmp_path / "c")]) == 2
     assert "which format? Pass to=, or --to, with one of holdfast, torch" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "absent"), target]) == 3
-    assert main(["convert", checkpoint, str(tmp_path / "c"), "--to", "safetensors"]) == 3
+    assert main(["convert", checkpoint, str(tmp_path / "c"), "--to", "safetensors"]) == 2
     assert "step" in capsys.readouterr().err
+    assert main(["convert", checkpoint, target, "--keys", "modle"]) == 2
+    assert "no key matches 'modle'" in capsys.readouterr().err
     assert main(["convert", checkpoint, target]) == 0
-    assert main(["convert", checkpoint, target]) == 3
+    assert main(["convert", checkpoint, target]) == 2
+    assert "--overwrite" in capsys.readouterr().err
     assert main(["convert", checkpoint, target, "--overwrite"]) == 0
     data = bytearray(Path(target).read_bytes())
     data[data.index(torch.arange(6.0).numpy().tobytes()) + 5] ^= 1
     Path(target).write_bytes(data)
     assert main(["convert", target, str(tmp_path / "d"), "--to", "holdfast"]) == 1
+
+
+@pytest.mark.parametrize("target", ["new/er/c", "new/er/x.pt"])
+def test_a_conversion_that_is_refused_leaves_no_folder(checkpoint: str, tmp_path: Path, target: str) -> None:
+    data = next(Path(checkpoint).glob("*.distcp"))
+    content = bytearray(data.read_bytes())
+    content[content.index(torch.arange(6.0).numpy().tobytes()) + 5] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(holdfast.errors.CheckpointError, match=r"model\.w"):
+        holdfast.convert(checkpoint, tmp_path / target, to=None if target.endswith(".pt") else "torch")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 class Color:

@@ -44,7 +44,7 @@ def test_another_checkpoint_is_replaced_only_if_asked_for(
 ) -> None:
     save(tmp_path / "a", 1.0)
     save(tmp_path / "b", 2.0)
-    assert main(["cp", str(tmp_path / "a"), str(tmp_path / "b")]) == 3
+    assert main(["cp", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
     assert "--overwrite replaces it" in capsys.readouterr().err
     assert load(tmp_path / "b") == 2.0
     assert main(["cp", str(tmp_path / "a"), str(tmp_path / "b"), "--overwrite", "-q"]) == 0

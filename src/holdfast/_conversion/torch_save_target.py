@@ -138,7 +138,9 @@ class TorchSaveTarget:
             )
         if not self._overwrite and self._store.exists(self._name):
             path = f"{self._store.url}/{self._name}"
-            raise CheckpointExistsError(f"{path} exists already; overwrite=True replaces it", path=path)
+            raise CheckpointExistsError(
+                f"{path} exists already; overwrite=True, or --overwrite, replaces it", path=path
+            )
 
     def _remove_leftovers(self, lease: Lease) -> None:
         """Remove what killed conversions have left."""
