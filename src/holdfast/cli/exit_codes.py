@@ -7,7 +7,7 @@ __all__ = ["DAMAGED", "FINE", "INTERRUPTED", "NOBODY_READS", "UNREADABLE", "WRON
 
 FINE, DAMAGED, WRONG_USAGE, UNREADABLE = 0, 1, 2, 3
 """Wrong usage is mostly told by argparse. Other words that make no sense are a UsageError. Words that ask for
-what cannot be count as well: a target that exists, keys that nothing has, values that a format cannot hold."""
+what cannot be are wrong usage, too: the target exists, no key matches, a format cannot hold a value."""
 
 # As a shell reports a program that was ended by SIGINT or SIGPIPE.
 INTERRUPTED, NOBODY_READS = 130, 141
