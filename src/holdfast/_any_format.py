@@ -41,7 +41,7 @@ def open_checkpoint(
             # A URL does not tell whether it is one of a prefix or of a file, which may be called anything.
             if local_path(path) is not None or not _is_a_file(path):
                 raise
-    store, name = open_file_place(path)
+    store, name = open_file_place(path, follow=True)
     if not store.exists(name):
         if local_path(path) is not None:
             raise CheckpointNotFoundError(f"{path}: there is no such file", path=path)

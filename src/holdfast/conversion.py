@@ -134,29 +134,33 @@ def convert(
     stream = EntryStream(opened, selection)
     if chosen == "torch_save":
         refuse_subclasses(selection, "a file of torch.save")
-        _to_torch_save(stream, target, overwrite, allow_pickle, globals_, progress)
+        file = local_path(target)
+        with _no_empty_folder_left(None if file is None else os.path.dirname(file)):
+            _to_torch_save(stream, target, overwrite, allow_pickle, globals_, progress)
     else:
         if chosen == "safetensors":
             refuse_objects(selection, "safetensors")
             refuse_subclasses(selection, "safetensors")
         _refuse_others(target, chosen, overwrite=overwrite)
-        with _no_empty_folder_left(target):
+        with _no_empty_folder_left(local_path(target)):
             _save(stream, target, chosen, overwrite, max_shard_size, progress)
         _check(stream, open_target(target, chosen), progress)
     return _result(opened, chosen, selection)
 
 
 @contextmanager
-def _no_empty_folder_left(target: str | os.PathLike[str]) -> Iterator[None]:
-    """Remove the folder of a target that fails, if it was made for it and has nothing in it."""
-    folder = local_path(target)
-    was_there = folder is None or os.path.lexists(folder)
+def _no_empty_folder_left(folder: str | None) -> Iterator[None]:
+    """If this fails, remove the folder, and those above it, if they were made for it and are empty."""
+    made = list[str]()
+    while folder and not os.path.lexists(folder):
+        made.append(folder)
+        folder = os.path.dirname(folder.rstrip("/"))
     try:
         yield
     except BaseException:
-        if folder is not None and not was_there:
-            with suppress(OSError):
-                os.rmdir(folder)
+        with suppress(OSError):
+            for empty in made:
+                os.rmdir(empty)
         raise
 
 

@@ -65,7 +65,7 @@ class TorchSaveReader(StoreReader):
             self._move_to(path)
 
     def _move_to(self, checkpoint_id: str | os.PathLike[str]) -> None:
-        store, name = open_file_place(checkpoint_id, page_cache=self.page_cache)
+        store, name = open_file_place(checkpoint_id, follow=True, page_cache=self.page_cache)
         self._store = TorchSaveSource(
             store,
             name,
@@ -90,7 +90,7 @@ class TorchSaveReader(StoreReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it names a file that exists."""
         try:
-            store, name = open_file_place(checkpoint_id)
+            store, name = open_file_place(checkpoint_id, follow=True)
             return store.exists(name)
         except CheckpointError:
             return False

@@ -58,6 +58,21 @@ def test_structure_is_kept_and_lists_with_gaps_become_dicts(
 
 
 @pytest.mark.parametrize("kind", ["torch_save", "holdfast"])
+def test_empty_containers_side_by_side_keep_their_order(tmp_path: Path, kind: str) -> None:
+    full = OrderedDict({"x": {}, "y": OrderedDict(), "z": ONE})
+    state: dict[Any, Any] = {
+        "b": {},
+        "a": OrderedDict(),
+        3: {"n": {}, "m": {}},
+        "full": full,
+        "d": {},
+        "c": {},
+    }
+    found = converted(tmp_path, state, kind)
+    assert [list(found), list(found[3]), list(found["full"])] == [list(state), ["n", "m"], list(full)]
+
+
+@pytest.mark.parametrize("kind", ["torch_save", "holdfast"])
 @pytest.mark.parametrize(
     ("options", "message"),
     [

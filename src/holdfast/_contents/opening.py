@@ -136,7 +136,7 @@ def _in_folder(path: str) -> Checkpoint:
     if METADATA in names:
         return Checkpoint(store, [(None, METADATA)])
     ranks = sorted((rank, name) for name in names if (rank := metadata_rank(name)) is not None)
-    if not ranks and any(name.endswith(SUFFIX) for name in names):
+    if not ranks and (find_index(names) or any(name.endswith(SUFFIX) for name in names)):
         return _model_in(store, names)
     if not ranks:
         raise CheckpointNotFoundError(str(explain_absence(store, METADATA)), path=path)

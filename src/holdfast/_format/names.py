@@ -116,6 +116,11 @@ def is_leftover(name: str) -> bool:
     return _LEFTOVER.fullmatch(name) is not None
 
 
+def is_read_through_links(name: str) -> bool:
+    """Whether a file is read through a symbolic link, too: caches of downloads keep models so."""
+    return name.endswith((".safetensors", ".safetensors.index.json"))
+
+
 def shows_a_checkpoint(name: str) -> bool:
     """Whether a file of that name means that there is a checkpoint, of whatever form."""
     return name == METADATA or metadata_rank(name) is not None or name.endswith(".safetensors")

@@ -10,7 +10,7 @@ from itertools import islice
 
 from typing_extensions import Buffer
 
-from holdfast._format.names import METADATA, temporary_name
+from holdfast._format.names import METADATA, is_read_through_links, temporary_name
 from holdfast._io.cold_reads import ColdReads
 from holdfast._io.local_buffers import BUFFER_NBYTES
 from holdfast._io.local_calls import flush_to_disk, naming, write_fully
@@ -42,8 +42,9 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 class LocalStore(LocalRanges):
     """A folder of a local file system.
 
-    Symbolic links inside the folder are neither followed nor overwritten; the folder itself may be
-    reached through one. Reading needs read access to the folder and its files, and nothing more.
+    Symbolic links inside the folder are neither followed nor overwritten; only files of safetensors models
+    are read through them. The folder itself may be reached through one. Reading needs read access to the
+    folder and its files, and nothing more.
 
     Args:
         path: The folder. It need not exist until ``make``.
@@ -95,7 +96,7 @@ class LocalStore(LocalRanges):
         """Open a file for reading; see ByteStore."""
         path = self._path(check_name(name, error=UnsafeMetadataError))
         try:
-            fd = os.open(path, _OLD)
+            fd = os.open(path, _OLD & ~os.O_NOFOLLOW if is_read_through_links(name) else _OLD)
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(f"{path}: there is no such file.", path=path) from error
         except NotADirectoryError as error:
@@ -168,7 +169,7 @@ class LocalStore(LocalRanges):
     def exists(self, name: str) -> bool:
         """Whether there is a regular file of that name."""
         try:
-            found = os.stat(self._path(check_name(name)), follow_symlinks=False)
+            found = os.stat(self._path(check_name(name)), follow_symlinks=is_read_through_links(name))
         except (FileNotFoundError, NotADirectoryError):
             return False
         return stat.S_ISREG(found.st_mode)
@@ -180,7 +181,7 @@ class LocalStore(LocalRanges):
 
     def names(self) -> set[str]:
         """The name of every regular file, without a look at any of them."""
-        return {entry.name for entry in self._entries() if entry.is_file(follow_symlinks=False)}
+        return {entry.name for entry in self._entries() if _is_file(entry)}
 
     def _entries(self) -> "Iterator[os.DirEntry[str]]":
         """What is in the folder; nothing if there is no such folder."""
@@ -200,7 +201,7 @@ class LocalStore(LocalRanges):
                 break
             if entry.is_dir():
                 folders[entry.name] = None if name is None else _facts(f"{entry.path}/{name}")
-            elif entry.is_file(follow_symlinks=False):
+            elif _is_file(entry):
                 files.add(entry.name)
         return Below(files, folders)
 
@@ -258,10 +259,14 @@ def _facts(path: str) -> FileFacts | None:
     return FileFacts(found.st_size, found.st_mtime_ns, f"{found.st_mtime_ns:x}-{found.st_size:x}")
 
 
+def _is_file(entry: "os.DirEntry[str]") -> bool:
+    return entry.is_file(follow_symlinks=is_read_through_links(entry.name))
+
+
 def _size(entry: "os.DirEntry[str]") -> int | None:
     with suppress(FileNotFoundError):  # removed since the folder was read
-        if entry.is_file(follow_symlinks=False):
-            return entry.stat(follow_symlinks=False).st_size
+        if _is_file(entry):
+            return entry.stat(follow_symlinks=is_read_through_links(entry.name)).st_size
     return None
 
 

@@ -81,18 +81,21 @@ def open_place(place: str | os.PathLike[str], *, page_cache: PageCache = "auto")
 
 
 def open_file_place(
-    place: str | os.PathLike[str], *, page_cache: PageCache = "auto"
+    place: str | os.PathLike[str], *, follow: bool = False, page_cache: PageCache = "auto"
 ) -> tuple[ByteStore, str]:
     """The store that a file lies in, and the file's name there. Neither need exist.
 
     Args:
         place: The path or URL of the file.
+        follow: Whether a symbolic link there means the file that it leads to. Not for a file to be written.
         page_cache: As for ``open_place``.
 
     Raises:
         UsageError: No store serves such a place, or it does not name a file.
     """
     local = local_path(place)
+    if local is not None and follow and os.path.islink(local):
+        local = os.path.realpath(local)
     # What a URL has behind a question mark stands at its end.
     path, mark, query = os.fspath(place).partition("?") if local is None else (local, "", "")
     folder, slash, name = path.rpartition("/")

@@ -80,7 +80,7 @@ class ModelCommit:
         try:
             new = self._write_headers(checksums)
             there = names_there(self.store, self.layout)
-            replaced = files_of_index(self.store, there) | ({LONE} & there) | set(filter(is_shard, there))
+            replaced = replaced_files(self.store, there)
             usual = [file.name for file in self.layout.files]
             after_save = [name_after_save(name, self.save_id) for name in usual]
             self.confirm()
@@ -191,6 +191,15 @@ def files_of_index(store: ByteStore, there: set[str]) -> set[str]:
     data = store.read(INDEX, max_bytes=LARGEST_INDEX)
     named = parse_index(data, path=f"{store.url}/{INDEX}").values()
     return {name for name in named if name.endswith(SUFFIX)}
+
+
+def replaced_files(store: ByteStore, there: set[str]) -> set[str]:
+    """The files of the models in a folder, which a new model replaces.
+
+    Raises:
+        CheckpointError: The index cannot be read.
+    """
+    return files_of_index(store, there) | ({LONE} & there) | set(filter(is_shard, there))
 
 
 def discard_model(store: ByteStore, save_id: str, made: Iterable[str] = ()) -> bool:

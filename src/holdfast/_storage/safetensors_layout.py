@@ -192,7 +192,8 @@ def lay_out(
         columns = columns_of(plan)
         for key, form in zip(columns.keys, columns.form, strict=True):
             if key not in found:
-                found[key] = _stored_tensor(key, columns.forms[form], options)
+                like = columns.forms[form]
+                found[key] = stored_tensor(key, like.properties[0], like.size, options)
     keys = [key for key in dict.fromkeys(order) if key in found]
     keys = list(dict.fromkeys([*keys, *found]))
     names = {key: found[key].key for key in keys}
@@ -200,9 +201,9 @@ def lay_out(
     return ModelLayout(_place(_files([found[key] for key in keys], options), save_id), names)
 
 
-def _stored_tensor(key: str, form: Form, options: ExportOptions) -> StoredTensor:
-    dtype = options.stored_dtype(form.properties[0])
-    return StoredTensor(options.new_name(key), _name_of(dtype), tuple(form.size))
+def stored_tensor(key: str, dtype: torch.dtype, size: Sequence[int], options: ExportOptions) -> StoredTensor:
+    """A tensor of the state as it is in the files, without its place."""
+    return StoredTensor(options.new_name(key), _name_of(options.stored_dtype(dtype)), tuple(size))
 
 
 def _refuse_doubles(names: Mapping[str, str]) -> None:

@@ -12,6 +12,7 @@ from holdfast._io.blocks import BLOCK_SIZE
 from holdfast._io.range_sums import join_sums
 from holdfast._plan.global_plan import find_problems
 from holdfast._plan.write_columns import columns_of
+from holdfast._storage.safetensors_alone import finish_alone, write_alone
 from holdfast._storage.safetensors_commit import (
     ModelCommit,
     discard_model,
@@ -113,11 +114,27 @@ class SafetensorsWriter(StoreWriter):
             remove_dead_models(self.store, self._lease)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
-        """Write every chunk at its place, and wait until the storage has it."""
+        """Write every chunk at its place, and wait until the storage has it.
+
+        A plan that ``prepare_global_plan`` has not seen is written into files of this rank alone.
+        """
         self.expect_files(plan)
         ours, values = to_ours(plan), our_save_planner(planner)
         places, context = plan.storage_data, self.context
         results = []
+        if not isinstance(places, RankPlaces):
+            self.store.make()
+            results = write_alone(
+                self.store,
+                ours,
+                values,
+                self.options,
+                self.save_id,
+                threads=self.thread_count,
+                budget=self.memory_budget,
+                progress=context.progress,
+            )
+            ours = dataclasses.replace(ours, items=[])
         if isinstance(places, StreamPlaces):
             results = write_streams(
                 self.store,
@@ -129,7 +146,7 @@ class SafetensorsWriter(StoreWriter):
             )
             items = [item for item in ours.items if item.index.fqn not in places.owners]
             ours = dataclasses.replace(ours, items=items)
-        if ours.items or not isinstance(places, StreamPlaces):
+        if ours.items:
             results += write_chunks(
                 self.store,
                 ours,
@@ -151,9 +168,10 @@ class SafetensorsWriter(StoreWriter):
         self._keep_lease(plan)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit, then remove what the model replaces."""
+        """Commit, then remove what the model replaces; of files that ranks wrote alone, write the index."""
         if self._layout is None or self._lease is None:
-            raise UsageError("finish was called without prepare_global_plan: nothing was written")
+            finish_alone(self.store, to_ours(results))
+            return
         layout, ours = self._layout, to_ours(metadata)
         problems = find_problems(ours, whole=True)
         if problems:

@@ -20,7 +20,7 @@ from holdfast._io.store import ByteStore
 from holdfast._storage.safetensors_layout import RankPlaces
 from holdfast._storage.writing import deal_neighbours
 from holdfast._tensors.host import host_pieces
-from holdfast.errors import InvalidPlanError, UsageError
+from holdfast.errors import InvalidPlanError
 from holdfast.planner import SavePlan, SavePlanner, WriteItem
 from holdfast.storage import WriteResult
 
@@ -113,9 +113,7 @@ def write_chunks(
         For each item where its tensor begins in which file. Its checksums are sums of the ranges that it has,
         see ``range_sums``.
     """
-    places = plan.storage_data
-    if not isinstance(places, RankPlaces):
-        raise UsageError("write_data needs the plan that prepare_global_plan has made, on the coordinator")
+    places: RankPlaces = plan.storage_data
     lines = sorted(
         (_line_of(item, places) for item in plan.items),
         key=lambda line: (line.file, line.place.begin, list(line.place.starts[:1])),
