@@ -292,7 +292,7 @@ def test_a_chain_with_a_cache_in_it_is_refused() -> None:
         open_fsspec(MemoryFileSystem(), "simplecache::memory://run")
 
 
-class WithoutRanges(MemoryFileSystem):
+class WithoutRanges(MemoryFileSystem):  # type: ignore[misc]
     """What a web server without ranges is: whole files come, whatever is asked for."""
 
     protocol = "without-ranges"

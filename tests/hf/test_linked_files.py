@@ -73,7 +73,7 @@ def test_an_export_over_links_replaces_them_and_not_what_they_lead_to(snapshot: 
     blobs = {path: path.read_bytes() for path in (snapshot.parent.parent / "blobs").iterdir()}
     for options in ({"fqn_to_index_mapping": {"a": 1, "b": 2}}, {"max_shard_size": "1GB"}):
         new = {"a": torch.zeros(3), "b": torch.ones(2)}
-        dcp.save(new, storage_writer=dcp.HuggingFaceStorageWriter(snapshot, **options))  # type: ignore[arg-type]
+        dcp.save(new, storage_writer=dcp.HuggingFaceStorageWriter(snapshot, **options))
         into = room_for(new)
         dcp.load(into, storage_reader=dcp.HuggingFaceStorageReader(snapshot))
         assert all(same_bits(into[key], new[key]) for key in new)

@@ -272,10 +272,14 @@ def test_a_failure_that_its_future_has_told_is_not_raised_again_at_the_end(tmp_p
 def test_what_ended_the_training_is_not_hidden_by_a_failed_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def train() -> None:
+        with CheckpointManager(tmp_path) as manager:
+            manager.async_save(1, state_of(1))
+            raise KeyError("training")
+
     (tmp_path / "step-1").write_text("in the way")
-    with pytest.raises(KeyError, match="training"), CheckpointManager(tmp_path) as manager:
-        manager.async_save(1, state_of(1))
-        raise KeyError("training")
+    with pytest.raises(KeyError, match="training"):
+        train()
     assert "the last save failed, too: " in caplog.text
 
 

@@ -117,7 +117,7 @@ def test_an_empty_container_keeps_its_place_in_an_ordered_dict(tmp_path: Path) -
 
 
 def test_empty_containers_beside_each_other_keep_their_order(tmp_path: Path) -> None:
-    state = {"z": {}, "a": {}, "m": {"y": {}, "b": {}, "x": 1}, "q": {}, "p": {"k": {}}}
+    state: dict[str, Any] = {"z": {}, "a": {}, "m": {"y": {}, "b": {}, "x": 1}, "q": {}, "p": {"k": {}}}
     save(state, tmp_path)
     loaded = load_all(tmp_path)
     assert (list(loaded), list(loaded["m"])) == (list(state), list(state["m"]))
