@@ -36,6 +36,26 @@ class Factored(torch.optim.Optimizer):
                 parameter.data.add_(state["moments"]["first"] * state["rows"], alpha=-group["lr"] / 100)
 
 
+class LocalParts(torch.optim.Optimizer):
+    """Keeps plain tensors for the part of a parameter that this rank has, and computes with these alone."""
+
+    def __init__(self, groups: Any, lr: float) -> None:
+        super().__init__(groups, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in [value for value in group["params"] if value.grad is not None]:
+                mine, gradient = parameter.data.to_local(), parameter.grad.to_local()
+                state = self.state[parameter]
+                if not state:
+                    state["moments"] = {"first": torch.zeros_like(mine)}
+                state["moments"]["first"].add_(gradient)
+                mine.add_(state["moments"]["first"], alpha=-group["lr"])
+
+
+STRANGERS = {"Factored": Factored, "LocalParts": LocalParts}
+
+
 class Run:
     """A model in a layout and its optimizer, with two groups, an empty group and a frozen parameter."""
 
@@ -49,7 +69,7 @@ class Run:
         rest = [value for name, value in named.items() if not name.startswith("head.")]
         groups = [{"params": head, "lr": 0.02}, {"params": []}, {"params": rest}]
         options = {"momentum": 0.9} if optimizer in ("SGD", "RMSprop") else {}
-        kind: Any = Factored if optimizer == "Factored" else getattr(torch.optim, optimizer)
+        kind: Any = STRANGERS.get(optimizer) or getattr(torch.optim, optimizer)
         self.optimizer: torch.optim.Optimizer = kind(groups, lr=0.01, **options)
 
     def train(self, steps: range) -> list[float]:

@@ -16,9 +16,13 @@ from holdfast._plan.read_columns import stored_keys_of
 from holdfast._storage.item_places import ItemPlaces, StorageData, places_of
 from holdfast._tensors.chunks import is_sharded
 from holdfast._user_warning import warn_user
-from holdfast.metadata import Metadata, MetadataIndex
+from holdfast.metadata import STORAGE_TYPES, Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.per_rank import KEPT, KeptKey, kept_key
 from holdfast.planner import LoadPlan
+
+
+class UnshardedTensorMetadata(TensorStorageMetadata):
+    """A tensor that was no part of a sharded one when it was saved."""
 
 
 @dataclass
@@ -32,12 +36,24 @@ class RankView:
         shared: The keys of which the ranks that saved had values of their own, while this rank gets the one
             that is for all: because another number of ranks loads, or because the state has a sharded tensor
             there, which would be put together from several. Each with the number of ranks that saved.
+        unsharded: The keys of which ranks had values of their own, which were no parts of a sharded tensor.
     """
 
     metadata: Metadata
     stored: Metadata
     shared: dict[str, int] = field(default_factory=dict)
+    unsharded: set[str] = field(default_factory=set)
     _own: dict[str, str] = field(default_factory=dict)
+
+    def mark_unsharded(self) -> Metadata:
+        """The metadata with entries of another class for tensors of the ``unsharded`` keys."""
+        if not self.unsharded:
+            return self.metadata
+        entries: dict[str, STORAGE_TYPES] = {**self.metadata.state_dict_metadata}
+        for key in self.unsharded & entries.keys():
+            if isinstance(entry := entries[key], TensorStorageMetadata):
+                entries[key] = UnshardedTensorMetadata(entry.properties, entry.size, entry.chunks)
+        return dataclasses.replace(self.metadata, state_dict_metadata=entries)
 
     def translate(self, plan: LoadPlan) -> LoadPlan:
         """A plan in the names of the storage."""
@@ -101,6 +117,7 @@ def view_of_rank(metadata: Metadata, *, rank: int, world_size: int, state: Mappi
     elsewhere = kept.of(lambda told: told.world_size != world_size)
     shared = {told.key: told.world_size for told in elsewhere.keys.values()}
     shared.update(dict.fromkeys(elsewhere.shadowed(), elsewhere.largest_world))
+    unsharded = {told.key for told in kept.keys.values()}
     own = {told.key: key for key, told in here.keys.items()}
     for key in [key for key in own if key in every and is_sharded(find(state, here.path_of(key, own[key])))]:
         shared[key] = world_size
@@ -120,10 +137,10 @@ def view_of_rank(metadata: Metadata, *, rank: int, world_size: int, state: Mappi
             planner_data=planner_data,
             storage_data=StorageData(ItemPlaces(places.manifest, directory)),
         )
-        return RankView(seen, seen, shared)
+        return RankView(seen, seen, shared, unsharded)
     entries = {key: every[own.get(key, key)] for key in [*every, *own] if key not in hidden}
     seen = dataclasses.replace(metadata, state_dict_metadata=entries, planner_data=planner_data)
-    return RankView(seen, metadata, shared, own)
+    return RankView(seen, metadata, shared, unsharded, own)
 
 
 class _KeptForRanks:
