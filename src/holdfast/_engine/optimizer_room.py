@@ -61,7 +61,7 @@ class OptimizerRooms:
                 if not _has_names(groups):
                     self._rooms.append(ObjectRoom(path, node, owner, self._modules, self._allow_partial))
                 return
-            if states == {} and _has_numbers(groups):
+            if isinstance(states, dict) and _lacks_states(groups, states):
                 self._rooms.append(PlainRoom(path, node))
                 return
         if isinstance(node, dict):
@@ -132,15 +132,13 @@ def _has_names(groups: Any) -> bool:
     )
 
 
-def _has_numbers(groups: Any) -> bool:
-    """Whether these are the groups of ``Optimizer.state_dict()``, with parameters by number."""
-    return (
-        isinstance(groups, list)
-        and bool(groups)
-        and all(
-            isinstance(group, dict)
-            and isinstance(group.get("params"), list)
-            and all(type(number) is int for number in group["params"])
-            for group in groups
-        )
-    )
+def _lacks_states(groups: Any, states: Mapping[Any, Any]) -> bool:
+    """Whether this is ``Optimizer.state_dict()``, with parameters by number, and some of them have no state."""
+    if not isinstance(groups, list) or not groups:
+        return False
+    members = [group.get("params") if isinstance(group, dict) else None for group in groups]
+    if not all(isinstance(numbers, list) for numbers in members):
+        return False
+    numbers = list(chain.from_iterable(members))
+    are_numbers = all(type(number) is int for number in numbers)
+    return are_numbers and not (numbers and states.keys() >= set(numbers))

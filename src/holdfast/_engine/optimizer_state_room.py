@@ -128,7 +128,7 @@ class _Room:
 
 
 class PlainRoom(_Room):
-    """A new optimizer's own state dict, as a plain dict that is loaded into: its parameters are not known.
+    """An optimizer's own state dict, as a plain dict that is loaded into: its parameters are not known.
 
     Tensors are made whole, on the host.
     """
@@ -185,7 +185,20 @@ class NamedRoom(_Room):
                     for name in group["params"]
                 ]
         if isinstance(self.before[1], list):
+            self._list_all(groups)
             self.node["param_groups"] = groups
+
+    def _list_all(self, groups: list[dict[str, Any]]) -> None:
+        """List every parameter whose state was loaded in a group.
+
+        Ranks that hold other parameters save other lists of the same group. On another number of ranks, a
+        load gives the list of rank 0.
+        """
+        listed = chain.from_iterable(group.get("params", ()) for group in groups)
+        unlisted = set(self.own_keys.values()).difference(listed)
+        for own, group in zip(self.before[1], groups, strict=False):
+            rest = [name for name in own["params"] if name in unlisted]
+            group["params"] = [*group.get("params", ()), *rest]
 
 
 class ObjectRoom(_Room):
