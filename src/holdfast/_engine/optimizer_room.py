@@ -55,7 +55,7 @@ class OptimizerRooms:
             states = node.get("state")
             # First, because an optimizer's own state_dict() may have been replaced by one with names.
             if isinstance(states, ParameterStates):
-                self._rooms.append(NamedRoom(path, node))
+                self._rooms.append(NamedRoom(path, node, allow_partial=self._allow_partial))
                 return
             if isinstance(owner, torch.optim.Optimizer) and isinstance(states, dict):
                 if not _has_names(groups):
@@ -133,12 +133,11 @@ def _has_names(groups: Any) -> bool:
 
 
 def _lacks_states(groups: Any, states: Mapping[Any, Any]) -> bool:
-    """Whether this is ``Optimizer.state_dict()``, with parameters by number, and some of them have no state."""
+    """Whether this is ``Optimizer.state_dict()``, and some of its parameters, by number, have no state."""
     if not isinstance(groups, list) or not groups:
         return False
-    members = [group.get("params") if isinstance(group, dict) else None for group in groups]
-    if not all(isinstance(numbers, list) for numbers in members):
+    if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
         return False
-    numbers = list(chain.from_iterable(members))
+    numbers = [number for group in groups for number in group["params"]]
     are_numbers = all(type(number) is int for number in numbers)
     return are_numbers and not (numbers and states.keys() >= set(numbers))
