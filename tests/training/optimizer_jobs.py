@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from tests.training.fingerprints import fingerprint
 from tests.training.jobs import BATCH, attempt
-from tests.training.layouts import CLASSES, FEATURES, build
+from tests.training.layouts import CLASSES, FEATURES, Model, build
 from torch import nn
 
 import holdfast
@@ -144,3 +144,32 @@ def first_job(folder: Path, cases: list[Case]) -> dict[Case, Any]:
 def resumed_job(folder: Path, cases: list[Case]) -> dict[Case, Any]:
     torch.set_num_threads(1)
     return {case: attempt(resume, folder, *case) for case in cases}
+
+
+def save_apart(folder: Path) -> dict[str, str]:
+    """Each rank trains a whole model of its own, and all save theirs under the same keys."""
+    torch.manual_seed(dist.get_rank())
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    _step(model, optimizer)
+    holdfast.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    return _moments(model, optimizer)
+
+
+def load_into_shards(folder: Path) -> dict[str, str]:
+    model, _, _ = build("fsdp")
+    optimizer = torch.optim.AdamW(model.parameters())
+    holdfast.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    found = _moments(model, optimizer)
+    _step(model, optimizer)  # the state is of a form that a step takes
+    return found
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.rand_like(parameter)
+    optimizer.step()
+
+
+def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    return {name: fingerprint(optimizer.state[value]["exp_avg"]) for name, value in model.named_parameters()}

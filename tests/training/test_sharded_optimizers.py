@@ -57,6 +57,13 @@ def test_a_fresh_optimizer_that_keeps_plain_tensors_of_its_own_part_goes_on_exac
         assert after[case]["end"] == before[case]["end"]
 
 
+def test_whole_tensors_that_differed_between_ranks_become_parts_of_one(tmp_path: Path) -> None:
+    first = run_ranks(optimizer_jobs.save_apart, 2, tmp_path)
+    resumed = run_ranks(optimizer_jobs.load_into_shards, 2, tmp_path)
+    assert first[0][1] != first[1][1]
+    assert resumed == [first[0], first[0]]
+
+
 def _run(job: Any, world_size: int, *args: Any) -> list[dict[Any, Any]]:
     results = run_ranks(job, world_size, *args)
     for rank, (kind, value) in enumerate(results):
