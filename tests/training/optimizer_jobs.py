@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from tests.training.fingerprints import fingerprint
 from tests.training.jobs import BATCH, attempt
-from tests.training.layouts import CLASSES, FEATURES, build
+from tests.training.layouts import CLASSES, FEATURES, Model, build
 from torch import nn
 
 import holdfast
@@ -36,6 +36,26 @@ class Factored(torch.optim.Optimizer):
                 parameter.data.add_(state["moments"]["first"] * state["rows"], alpha=-group["lr"] / 100)
 
 
+class LocalParts(torch.optim.Optimizer):
+    """Keeps plain tensors for the part of a parameter that this rank has, and computes with these alone."""
+
+    def __init__(self, groups: Any, lr: float) -> None:
+        super().__init__(groups, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in [value for value in group["params"] if value.grad is not None]:
+                mine, gradient = parameter.data.to_local(), parameter.grad.to_local()
+                state = self.state[parameter]
+                if not state:
+                    state["moments"] = {"first": torch.zeros_like(mine)}
+                state["moments"]["first"].add_(gradient)
+                mine.add_(state["moments"]["first"], alpha=-group["lr"])
+
+
+STRANGERS = {"Factored": Factored, "LocalParts": LocalParts}
+
+
 class Run:
     """A model in a layout and its optimizer, with two groups, an empty group and a frozen parameter."""
 
@@ -49,7 +69,7 @@ class Run:
         rest = [value for name, value in named.items() if not name.startswith("head.")]
         groups = [{"params": head, "lr": 0.02}, {"params": []}, {"params": rest}]
         options = {"momentum": 0.9} if optimizer in ("SGD", "RMSprop") else {}
-        kind: Any = Factored if optimizer == "Factored" else getattr(torch.optim, optimizer)
+        kind: Any = STRANGERS.get(optimizer) or getattr(torch.optim, optimizer)
         self.optimizer: torch.optim.Optimizer = kind(groups, lr=0.01, **options)
 
     def train(self, steps: range) -> list[float]:
@@ -124,3 +144,32 @@ def first_job(folder: Path, cases: list[Case]) -> dict[Case, Any]:
 def resumed_job(folder: Path, cases: list[Case]) -> dict[Case, Any]:
     torch.set_num_threads(1)
     return {case: attempt(resume, folder, *case) for case in cases}
+
+
+def save_apart(folder: Path) -> dict[str, str]:
+    """Each rank trains a whole model of its own, and all save theirs under the same keys."""
+    torch.manual_seed(dist.get_rank())
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    _step(model, optimizer)
+    holdfast.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    return _moments(model, optimizer)
+
+
+def load_into_shards(folder: Path) -> dict[str, str]:
+    model, _, _ = build("fsdp")
+    optimizer = torch.optim.AdamW(model.parameters())
+    holdfast.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    found = _moments(model, optimizer)
+    _step(model, optimizer)  # the state is of a form that a step takes
+    return found
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.rand_like(parameter)
+    optimizer.step()
+
+
+def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    return {name: fingerprint(optimizer.state[value]["exp_avg"]) for name, value in model.named_parameters()}

@@ -332,6 +332,22 @@ def test_the_plain_state_dict_of_a_new_optimizer_is_filled(tmp_path: Path) -> No
     assert_same(resumed.state_dict(), optimizer.state_dict())
 
 
+def test_the_plain_state_dict_of_an_optimizer_that_has_some_state_is_filled(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = with_groups(model)
+    train(model, optimizer, range(3))
+    holdfast.save({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path)
+    other = make_model()
+    resumed = with_groups(other)
+    first = resumed.param_groups[0]["params"][0]
+    first.grad = torch.ones_like(first)
+    resumed.step()
+    state = {"optimizer": resumed.state_dict()}
+    holdfast.load(state, checkpoint_id=tmp_path, strict=True)
+    resumed.load_state_dict(state["optimizer"])
+    assert_same(resumed.state_dict(), optimizer.state_dict())
+
+
 @pytest.mark.parametrize("kept", [["2.weight"], ["2.bias", "0.weight"], ["0.bias", "2.weight", "0.weight"]])
 def test_named_parameters_that_are_left_keep_their_own_state(kept: list[str], tmp_path: Path) -> None:
     model = make_model()

@@ -11,6 +11,7 @@ from torch import nn
 
 import holdfast
 from holdfast import TrainingState
+from holdfast.errors import UsageError
 from holdfast.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -189,3 +190,17 @@ def test_a_load_that_fails_leaves_extra_state_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(holdfast.errors.CheckpointException, match="missing"):
         holdfast.load(state, checkpoint_id=tmp_path)
     assert state["model"]["_extra_state"] is before
+
+
+class Lookahead(torch.optim.SGD):
+    """Has a form of its own for all that it keeps."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": super().state_dict(), "count": 3}
+
+
+def test_an_optimizer_whose_state_dict_has_a_form_of_its_own_cannot_be_named_and_it_is_said() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = Lookahead(model.parameters())
+    with pytest.raises(UsageError, match=r"Lookahead has 'inner', 'count' and not .* the optimizer itself"):
+        get_optimizer_state_dict(model, optimizer)

@@ -11,6 +11,7 @@ from torch import nn
 
 import holdfast
 from holdfast import TrainingState
+from holdfast.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from holdfast.testing import FakeRank, FakeRanks
 
 
@@ -51,15 +52,20 @@ def stages(rank: int, world_size: int, lr: float) -> tuple[nn.Module, torch.opti
     return model, torch.optim.AdamW(groups)
 
 
+def trained_stages(rank: int, world_size: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, optimizer = stages(rank, world_size, 0.25)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_stages_on_ranks_resume_in_any_arrangement(world_size: int, tmp_path: Path) -> None:
     saved: dict[str, Any] = {}
 
     def save(rank: FakeRank) -> None:
-        model, optimizer = stages(rank.rank, 2, 0.25)
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
+        model, optimizer = trained_stages(rank.rank, 2)
         saved.update({name: (value, optimizer.state[value]) for name, value in model.named_parameters()})
         rank.save({"training": TrainingState(model, optimizer, rng=False)}, checkpoint_id=tmp_path)
 
@@ -76,3 +82,27 @@ def test_stages_on_ranks_resume_in_any_arrangement(world_size: int, tmp_path: Pa
         warnings.simplefilter("error")
         FakeRanks(2).run(save)
         FakeRanks(world_size).run(load)
+
+
+@pytest.mark.filterwarnings("ignore:ranks save different values", "ignore:each rank now has rank 0's value")
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_state_dicts_of_stages_load_in_any_arrangement(world_size: int, tmp_path: Path) -> None:
+    saved: dict[str, Any] = {}
+
+    def save(rank: FakeRank) -> None:
+        model, optimizer = trained_stages(rank.rank, 2)
+        saved.update({name: optimizer.state[value] for name, value in model.named_parameters()})
+        rank.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path)
+
+    def load(rank: FakeRank) -> None:
+        model, optimizer = stages(rank.rank, world_size, 0.5)
+        state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        rank.load(state, checkpoint_id=tmp_path)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        for name, parameter in model.named_parameters():
+            assert_same(optimizer.state[parameter], saved[name])
+        assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.5]
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
+
+    FakeRanks(2).run(save)
+    FakeRanks(world_size).run(load)

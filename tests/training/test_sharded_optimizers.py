@@ -47,6 +47,23 @@ def test_fresh_optimizers_of_every_layout_go_on_exactly(optimizer: str, tmp_path
             assert rank[case]["loaded"] == first[0][case]["saved"], case
 
 
+def test_a_fresh_optimizer_that_keeps_plain_tensors_of_its_own_part_goes_on_exactly(tmp_path: Path) -> None:
+    case = ("fsdp", "LocalParts")
+    first = _run(optimizer_jobs.first_job, 4, tmp_path, [case])
+    for before, after in zip(first, _run(optimizer_jobs.resumed_job, 4, tmp_path, [case]), strict=True):
+        assert after[case]["loaded"] == before[case]["saved"]
+        assert after[case]["layouts"] == before[case]["layouts"]
+        assert after[case]["losses"] == before[case]["losses"]
+        assert after[case]["end"] == before[case]["end"]
+
+
+def test_whole_tensors_that_differed_between_ranks_become_parts_of_one(tmp_path: Path) -> None:
+    first = run_ranks(optimizer_jobs.save_apart, 2, tmp_path)
+    resumed = run_ranks(optimizer_jobs.load_into_shards, 2, tmp_path)
+    assert first[0][1] != first[1][1]
+    assert resumed == [first[0], first[0]]
+
+
 def _run(job: Any, world_size: int, *args: Any) -> list[dict[Any, Any]]:
     results = run_ranks(job, world_size, *args)
     for rank, (kind, value) in enumerate(results):

@@ -1,5 +1,6 @@
 """TrainingState: a whole run in one object, saved and loaded in one line."""
 
+import copy
 import random
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,41 @@ def test_groups_and_parameters_in_another_order(folder: Path) -> None:
     for old, new in zip(model.parameters(), other.parameters(), strict=True):
         assert_same(resumed.state[new], optimizer.state[old])
     assert [group["lr"] for group in resumed.param_groups] == [0.2, 0.5]
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+@pytest.mark.parametrize("head", ["before", "after", "within"])
+def test_parameters_that_were_added_stay_as_they_are(head: str, has_stepped: bool, folder: Path) -> None:
+    def make(*, grown: bool, lr: float) -> tuple[Any, torch.optim.Optimizer]:
+        model = nn.ModuleDict({"body": nn.Linear(4, 4)} | ({"head": nn.Linear(4, 2)} if grown else {}))
+        groups: list[dict[str, Any]] = [{"params": list(model["body"].parameters()), "lr": lr}]
+        if grown and head == "within":
+            groups[0]["params"] += model["head"].parameters()
+        elif grown:
+            groups.insert(int(head == "after"), {"params": list(model["head"].parameters()), "lr": 0.125})
+        return model, torch.optim.AdamW(groups)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+
+    model, optimizer = make(grown=False, lr=0.5)
+    step(model, optimizer)
+    holdfast.save({"training": TrainingState(model, optimizer)}, checkpoint_id=folder)
+    other, resumed = make(grown=True, lr=0.25)
+    if has_stepped:
+        step(other, resumed)
+    added = copy.deepcopy([(value, resumed.state.get(value)) for value in other["head"].parameters()])
+    holdfast.load({"training": TrainingState(other, resumed)}, checkpoint_id=folder, allow_partial_load=True)
+    for old, new in zip(model.parameters(), other["body"].parameters(), strict=True):
+        assert torch.equal(old, new)
+        assert_same(resumed.state[new], optimizer.state[old])
+    for new, (value, state) in zip(other["head"].parameters(), added, strict=True):
+        assert torch.equal(new, value)
+        assert_same(resumed.state.get(new), state)
+    rates = {"before": [0.125, 0.5], "after": [0.5, 0.125], "within": [0.5]}
+    assert [group["lr"] for group in resumed.param_groups] == rates[head]
 
 
 def test_several_models_and_optimizers_by_name(folder: Path) -> None:

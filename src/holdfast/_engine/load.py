@@ -155,8 +155,11 @@ class _LoadSteps:
         planner, reader, exchange = self._planner, self._reader, self._exchange
         rank, world_size = exchange.rank, exchange.group_size
         shapes = pickled_shapes(stored) if planner.flattens else {}
-        self._hooks.complete(mark_pickled(stored, shapes))
         view = view_of_rank(stored, rank=rank, world_size=world_size, state=self._state_dict)
+        self._hooks.complete(mark_pickled(view.mark_own(), shapes))
+        if view.own_shapes:
+            # Of room that is sharded, no rank may fill its part from a value of its own.
+            view = view_of_rank(stored, rank=rank, world_size=world_size, state=self._state_dict)
         metadata, storage = view.metadata, view.stored
         self._by_rank = LoadByRank(self._state_dict, planner, metadata, rank=rank, world_size=world_size)
         state = self._by_rank.state

@@ -1,6 +1,6 @@
 """Makes what a checkpoint has of an optimizer's state and the optimizer has not: memory, without values.
 
-The tensors get the layout and the device of their parameter.
+The tensors get the device of their parameter, and its layout, unless each rank had one of its own.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parameter import is_lazy
 
 from holdfast._engine.pickled_tensors import PickledRoom, PickledTensorMetadata
+from holdfast._engine.rank_view import OwnTensorMetadata
 from holdfast._tensors.chunks import global_shape, is_any_tensor
 from holdfast._tensors.subclass_room import make_subclass
 from holdfast._tensors.tensor_parts import TensorParts
@@ -72,9 +73,11 @@ class StateMaker:
         if parameter is None or not len(entry.size):
             # A count of steps, which most optimizers keep on the host.
             return torch.empty(entry.size, dtype=dtype)
-        if self.is_whole or is_lazy(parameter):
+        has_its_shape = not is_lazy(parameter) and global_shape(parameter) == entry.size
+        is_own = isinstance(entry, OwnTensorMetadata) and not (has_its_shape and entry.has_one_shape)
+        if self.is_whole or is_lazy(parameter) or is_own:
             return torch.empty(entry.size, dtype=dtype, device=self.device or parameter.device)
-        if global_shape(parameter) == entry.size:
+        if has_its_shape:
             return torch.empty_like(parameter, dtype=dtype, device=self.device, requires_grad=False)
         made = torch.empty(entry.size, dtype=dtype, device=self.device or parameter.device)
         if isinstance(parameter, DTensor):

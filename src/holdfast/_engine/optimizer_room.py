@@ -55,13 +55,13 @@ class OptimizerRooms:
             states = node.get("state")
             # First, because an optimizer's own state_dict() may have been replaced by one with names.
             if isinstance(states, ParameterStates):
-                self._rooms.append(NamedRoom(path, node))
+                self._rooms.append(NamedRoom(path, node, allow_partial=self._allow_partial))
                 return
             if isinstance(owner, torch.optim.Optimizer) and isinstance(states, dict):
                 if not _has_names(groups):
                     self._rooms.append(ObjectRoom(path, node, owner, self._modules, self._allow_partial))
                 return
-            if states == {} and _has_numbers(groups):
+            if isinstance(states, dict) and _lacks_states(groups, states):
                 self._rooms.append(PlainRoom(path, node))
                 return
         if isinstance(node, dict):
@@ -132,15 +132,12 @@ def _has_names(groups: Any) -> bool:
     )
 
 
-def _has_numbers(groups: Any) -> bool:
-    """Whether these are the groups of ``Optimizer.state_dict()``, with parameters by number."""
-    return (
-        isinstance(groups, list)
-        and bool(groups)
-        and all(
-            isinstance(group, dict)
-            and isinstance(group.get("params"), list)
-            and all(type(number) is int for number in group["params"])
-            for group in groups
-        )
-    )
+def _lacks_states(groups: Any, states: Mapping[Any, Any]) -> bool:
+    """Whether this is ``Optimizer.state_dict()``, and some of its parameters, by number, have no state."""
+    if not isinstance(groups, list) or not groups:
+        return False
+    if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
+        return False
+    numbers = [number for group in groups for number in group["params"]]
+    are_numbers = all(type(number) is int for number in numbers)
+    return are_numbers and not (numbers and states.keys() >= set(numbers))

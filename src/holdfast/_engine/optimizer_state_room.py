@@ -128,7 +128,7 @@ class _Room:
 
 
 class PlainRoom(_Room):
-    """A new optimizer's own state dict, as a plain dict that is loaded into: its parameters are not known.
+    """An optimizer's own state dict, as a plain dict that is loaded into: its parameters are not known.
 
     Tensors are made whole, on the host.
     """
@@ -158,8 +158,9 @@ class PlainRoom(_Room):
 class NamedRoom(_Room):
     """A state dict by names, as ``get_optimizer_state_dict`` returns it."""
 
-    def __init__(self, path: tuple[Any, ...], node: dict[str, Any]) -> None:
+    def __init__(self, path: tuple[Any, ...], node: dict[str, Any], *, allow_partial: bool) -> None:
         super().__init__(path, node, node["state"])
+        self.allow_partial = allow_partial
         self.names = list(self.layout.parameters)
 
     def own_key(self, key: Any, *, are_numbers: bool) -> Any:
@@ -184,8 +185,35 @@ class NamedRoom(_Room):
                     self.names[name] if isinstance(name, int) and name < len(self.names) else name
                     for name in group["params"]
                 ]
-        if isinstance(self.before[1], list):
+        self._list_all(groups)
+        named = self.node["param_groups"]
+        if isinstance(named, dict) and isinstance(self.before[1], dict):
+            named.update({f"added@{number}": groups[number] for number in range(len(named), len(groups))})
+        else:
             self.node["param_groups"] = groups
+
+    def _list_all(self, groups: list[dict[str, Any]]) -> None:
+        """List every parameter of the optimizer that belongs there in a group.
+
+        Ranks that hold other parameters save other lists of the same group. On another number of ranks, a
+        load gives the list of rank 0: it is completed with the parameters whose state was loaded. With
+        ``allow_partial``, parameters that were added since come to the others of their group, or into one
+        with the options that they have.
+        """
+        place_of = {name: number for number, group in enumerate(groups) for name in group.get("params", ())}
+        loaded = set(self.own_keys.values())
+        for number, own in enumerate(listed_groups(self.before[1])):
+            rest = [name for name in own["params"] if name not in place_of]
+            of_others = [name for name in rest if name in loaded]
+            if not self.allow_partial:
+                rest = of_others
+            places = [place_of[name] for name in own["params"] if name in place_of]
+            if of_others and number < len(groups):
+                places.append(number)
+            if rest and places:
+                groups[places[0]]["params"] = [*groups[places[0]].get("params", ()), *rest]
+            elif rest:
+                groups.append({**own, "params": rest})
 
 
 class ObjectRoom(_Room):

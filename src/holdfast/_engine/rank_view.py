@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from holdfast._contents.nested_state import Path
 from holdfast._engine.saved_by_rank import find
 from holdfast._format.description import Directory
@@ -16,9 +18,20 @@ from holdfast._plan.read_columns import stored_keys_of
 from holdfast._storage.item_places import ItemPlaces, StorageData, places_of
 from holdfast._tensors.chunks import is_sharded
 from holdfast._user_warning import warn_user
-from holdfast.metadata import Metadata, MetadataIndex
+from holdfast.metadata import STORAGE_TYPES, Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.per_rank import KEPT, KeptKey, kept_key
 from holdfast.planner import LoadPlan
+
+
+@dataclass
+class OwnTensorMetadata(TensorStorageMetadata):
+    """A tensor of which the ranks had values of their own, which were no parts of a sharded one.
+
+    Attributes:
+        has_one_shape: Whether it had the same shape on all of them.
+    """
+
+    has_one_shape: bool = True
 
 
 @dataclass
@@ -32,12 +45,25 @@ class RankView:
         shared: The keys of which the ranks that saved had values of their own, while this rank gets the one
             that is for all: because another number of ranks loads, or because the state has a sharded tensor
             there, which would be put together from several. Each with the number of ranks that saved.
+        own_shapes: For each key of a tensor of which ranks had values of their own, their shapes.
     """
 
     metadata: Metadata
     stored: Metadata
     shared: dict[str, int] = field(default_factory=dict)
+    own_shapes: dict[str, set[torch.Size]] = field(default_factory=dict)
     _own: dict[str, str] = field(default_factory=dict)
+
+    def mark_own(self) -> Metadata:
+        """The metadata with entries of another class for tensors of which ranks had values of their own."""
+        if not self.own_shapes:
+            return self.metadata
+        entries: dict[str, STORAGE_TYPES] = {**self.metadata.state_dict_metadata}
+        for key, shapes in self.own_shapes.items():
+            if isinstance(entry := entries.get(key), TensorStorageMetadata):
+                about = entry.properties, entry.size, entry.chunks
+                entries[key] = OwnTensorMetadata(*about, has_one_shape=shapes == {entry.size})
+        return dataclasses.replace(self.metadata, state_dict_metadata=entries)
 
     def translate(self, plan: LoadPlan) -> LoadPlan:
         """A plan in the names of the storage."""
@@ -101,6 +127,7 @@ def view_of_rank(metadata: Metadata, *, rank: int, world_size: int, state: Mappi
     elsewhere = kept.of(lambda told: told.world_size != world_size)
     shared = {told.key: told.world_size for told in elsewhere.keys.values()}
     shared.update(dict.fromkeys(elsewhere.shadowed(), elsewhere.largest_world))
+    own_shapes = kept.shapes()
     own = {told.key: key for key, told in here.keys.items()}
     for key in [key for key in own if key in every and is_sharded(find(state, here.path_of(key, own[key])))]:
         shared[key] = world_size
@@ -120,10 +147,10 @@ def view_of_rank(metadata: Metadata, *, rank: int, world_size: int, state: Mappi
             planner_data=planner_data,
             storage_data=StorageData(ItemPlaces(places.manifest, directory)),
         )
-        return RankView(seen, seen, shared)
+        return RankView(seen, seen, shared, own_shapes)
     entries = {key: every[own.get(key, key)] for key in [*every, *own] if key not in hidden}
     seen = dataclasses.replace(metadata, state_dict_metadata=entries, planner_data=planner_data)
-    return RankView(seen, metadata, shared, own)
+    return RankView(seen, metadata, shared, own_shapes, own)
 
 
 class _KeptForRanks:
@@ -166,6 +193,15 @@ class _KeptForRanks:
     def path_of(self, key: str, stored: str) -> Path:
         """The way to the value of a key in the state of the rank that saved it under another name."""
         return self._paths[stored][1:] if stored in self._paths else (key,)
+
+    def shapes(self) -> dict[str, set[torch.Size]]:
+        """The shapes of the tensors under each key, also of the one for all."""
+        found: dict[str, set[torch.Size]] = {}
+        for stored, told in self.keys.items():
+            for entry in (self._every[stored], self._every.get(told.key)):
+                if isinstance(entry, TensorStorageMetadata):
+                    found.setdefault(told.key, set()).add(entry.size)
+        return found
 
     def shadowed(self) -> list[str]:
         """The keys of the plain state that lie where these ranks had a value in the place of a container, or

@@ -154,7 +154,7 @@ def _fitted(
         raise RuntimeError(
             f"Missing optimizer state for parameter(s) {', '.join(missing)}: they are in no group of the "
             "state dict. They were added after it was made, or have other names. To leave their state as it "
-            "is, use StateDictOptions(strict=False)."
+            "is, load with allow_partial_load=True, or use StateDictOptions(strict=False)."
         )
     if saved.others and len(named) > 1:
         raise ValueError(

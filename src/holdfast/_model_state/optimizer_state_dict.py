@@ -172,6 +172,13 @@ class _OwnState:
 
     def __init__(self, named: NamedOptimizer, parameters: dict[Any, torch.Tensor]) -> None:
         own = unpatched_method(named.optimizer, "state_dict")()
+        if STATE not in own or GROUPS not in own:
+            found = ", ".join(map(repr, own))
+            raise UsageError(
+                f"state_dict() of the {type(named.optimizer).__name__} has {found} and not {STATE!r} and "
+                f"{GROUPS!r}, so its values cannot be named by parameters. Save and load the optimizer "
+                'itself, as in {"optimizer": optimizer}, or in extra= of TrainingState.'
+            )
         numbers = [number for group in own[GROUPS] for number in group[PARAMS]]
         if len(numbers) != len(named.names):
             raise RuntimeError(

@@ -153,7 +153,7 @@ def _why_wrong(group: str, keys: list[str], stored: Collection[str], asked: set[
     ``is_key`` says whether the group is what stands under a key of the state, and not only a first name.
     """
     has_group = is_key and any(key == group or key.startswith(f"{group}.") for key in stored)
-    pair = _same_names(keys, stored, asked)
+    pair = _same_names(keys, stored, asked, group if is_key else None)
     if pair is None and not has_group:
         return ""
     key, there = pair or (keys[0], _most_alike(keys[0], stored))
@@ -162,9 +162,12 @@ def _why_wrong(group: str, keys: list[str], stored: Collection[str], asked: set[
     return f"{count} {verb} in the checkpoint: the checkpoint has {there!r}; the state asks for {key!r}"
 
 
-def _same_names(keys: list[str], stored: Collection[str], asked: set[str]) -> tuple[str, str] | None:
+def _same_names(
+    keys: list[str], stored: Collection[str], asked: set[str], group: str | None
+) -> tuple[str, str] | None:
     """A key and what it is called in the checkpoint, if most keys are there with a prefix more or less.
 
+    Or if there are several, and all are there with another name in the place of ``group``, if that is given.
     A name without a dot, such as ``step``, is at the end of too many others to tell anything.
     """
     if len(keys) == 1 and "." not in keys[0]:
@@ -179,6 +182,18 @@ def _same_names(keys: list[str], stored: Collection[str], asked: set[str]) -> tu
             renamed = [more + one[len(less) :] for one in keys if one.startswith(less)]
             if there not in asked and 2 * sum(name in stored for name in renamed) >= len(keys):
                 return key, there
+    return None if group is None or len(keys) == 1 else _under_other_name(keys, stored, asked, group)
+
+
+def _under_other_name(
+    keys: list[str], stored: Collection[str], asked: set[str], group: str
+) -> tuple[str, str] | None:
+    inner = [key.removeprefix(group) for key in keys]
+    for name in stored:
+        if name.endswith(inner[0]) and name.count(".") == keys[0].count(".") and name not in asked:
+            other = name.removesuffix(inner[0])
+            if all(other + one in stored for one in inner):
+                return keys[0], name
     return None
 
 
