@@ -208,6 +208,13 @@ def test_options_that_make_no_sense_are_wrong_usage(holdfast: Command, run_folde
     assert "--best and --metric belong together" in found.err
 
 
+def test_a_policy_is_for_the_folder_of_a_run(holdfast: Command, originals: Path, tmp_path: Path) -> None:
+    found = holdfast("report", originals / "tiny", "--last", "2", "-o", tmp_path / "page.html")
+    assert found.code == 2
+    assert "are for the folder of a run" in found.err
+    assert not (tmp_path / "page.html").exists()
+
+
 def test_the_page_says_which_rank_wrote_which_part(report: Reported, tmp_path: Path) -> None:
     save_sharded(tmp_path / "sharded")
     _, page = report(tmp_path / "sharded")
