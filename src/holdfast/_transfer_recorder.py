@@ -107,7 +107,10 @@ class TransferRecorder:
             rows = sorted(
                 [placed, *(row for row in told.ranks if row is not known)], key=lambda row: row.rank
             )
-            phases, events, nbytes = told.phases, dict(told.events), told.nbytes
+            # What comes after the last message, each rank knows of itself only.
+            common = {phase.name for phase in told.phases}
+            later = (phase for phase in summarize([mine]) if phase.name not in common)
+            phases, events, nbytes = (*told.phases, *later), dict(told.events), told.nbytes
         return TransferRecord(
             kind=self._kind,
             place=self._place,

@@ -70,6 +70,15 @@ def test_a_damaged_source_is_not_copied_and_the_target_stays(
     assert os.listdir(tmp_path / "c") == []
 
 
+def test_a_source_with_a_missing_file_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "a", 1.0)
+    (data,) = (tmp_path / "a").glob("*.distcp")
+    data.unlink()
+    assert main(["cp", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert f"{tmp_path / 'a'}: {data.name} is missing" in capsys.readouterr().err
+    assert os.listdir(tmp_path / "b") == []
+
+
 def test_a_copy_that_fails_at_the_commit_leaves_the_old_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -190,3 +191,30 @@ def test_a_data_file_is_not_taken_for_damage(
         assert outcome.code == 3
         assert "is a data file" in outcome.err
         assert f"Name the folder that it is in: {file.parent}\n" in outcome.err
+
+
+@pytest.mark.parametrize("kind", ["list", "before torch 1.6", "another archive"])
+def test_a_file_of_a_kind_that_is_not_read_is_not_called_damaged(
+    holdfast: Command, tmp_path: Path, kind: str
+) -> None:
+    file = tmp_path / "x.pt"
+    if kind == "another archive":
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("x/notes.txt", "text")
+    else:
+        value: Any = [torch.ones(2)] if kind == "list" else {"x": torch.ones(2)}
+        torch.save(value, file, _use_new_zipfile_serialization=kind == "list")
+    for words in (["ls"], ["verify"], ["convert", str(tmp_path / "target"), "--to", "holdfast"]):
+        found = holdfast(words[0], file, *words[1:])
+        assert found.code == 3
+        assert "DAMAGED" not in found.out
+        assert str(file) in found.err
+
+
+def test_damage_of_one_of_several_checkpoints_begins_with_its_path(holdfast: Command, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        hf.save({"x": torch.ones(3)}, checkpoint_id=tmp_path / name)
+    next((tmp_path / "b").glob("*.distcp")).unlink()
+    found = holdfast("verify", "-q", tmp_path / "a", tmp_path / "b")
+    (line,) = found.out.splitlines()
+    assert line.startswith(f"damaged  {tmp_path / 'b'}: __0_0-")

@@ -138,7 +138,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs") / "run"
     with CheckpointManager(root, no_dist=True) as manager:
         for step in range(10, 60, 10):
-            manager.save(step, {"w": torch.ones(400, 10)}, metrics={"loss": abs(step - 20) / 10})
+            manager.save(step, {"w": torch.ones(400, 10)}, metrics={"loss": abs(step - 20) / 16})
         manager.pin(10)
         (root / "step-30" / ".metadata").unlink()
         flip_bit(data_file(root / "step-50"), 1500)
@@ -153,8 +153,10 @@ def test_a_run_is_drawn_with_its_steps(report: Reported, run_folder: Path, tmp_p
     assert found.code == 1
     assert "Damaged steps 50. A restore begins with step 40." in page.text
     table = page.sections["Steps, the newest first"]
-    rows = re.findall(r'<tr><td class="n">(\d+)</td>', (tmp_path / "page.html").read_text())
-    assert rows == ["50", "40", "30", "20", "10"]
+    html = (tmp_path / "page.html").read_text()
+    assert re.findall(r'<tr><td class="w">(\d+)</td>', html) == ["50", "40", "30", "20", "10"]
+    metrics = [abs(step - 20) / 16 for step in (40, 20, 10)]
+    assert all(f"loss={metric:g}</td>" in html for metric in metrics)  # no line ends within a number
     assert "Last(1)" in table
     assert "Best(1, 'loss')" in table
     assert "pinned" in table
@@ -177,8 +179,8 @@ def test_of_a_long_run_only_the_newest_steps_are_read(
     _, page = report(run_folder)
     assert "(newest 2)" in page.text
     table = page.sections["Steps, the newest first"]
-    assert "loss=2" in table
-    assert "loss=1" not in table  # of step 10
+    assert "loss=1.25" in table
+    assert "loss=0.625" not in table  # of step 10
 
 
 def test_what_could_not_be_checked_is_not_called_sound(
@@ -206,6 +208,13 @@ def test_options_that_make_no_sense_are_wrong_usage(holdfast: Command, run_folde
     found = holdfast("report", run_folder, "--best", "2")
     assert (found.code, found.out) == (2, "")
     assert "--best and --metric belong together" in found.err
+
+
+def test_a_policy_is_for_the_folder_of_a_run(holdfast: Command, originals: Path, tmp_path: Path) -> None:
+    found = holdfast("report", originals / "tiny", "--last", "2", "-o", tmp_path / "page.html")
+    assert found.code == 2
+    assert "are for the folder of a run" in found.err
+    assert not (tmp_path / "page.html").exists()
 
 
 def test_the_page_says_which_rank_wrote_which_part(report: Reported, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from holdfast._io.fsspec_store import open_fsspec_url
 from holdfast._io.places import open_place
-from holdfast._io.store import ByteStore
+from holdfast._io.store import Below, ByteStore
 from holdfast.errors import NotAFolderError
 
 
@@ -23,15 +23,16 @@ def at(root: ByteStore, folder: str) -> ByteStore:
 
 
 def test_folders_are_told_with_the_facts_of_one_file(root: ByteStore) -> None:
-    assert root.below() == (set(), {})
+    assert root.below() == Below(set(), {})
     for folder in ("a", "b"):
         store = at(root, folder)
         store.make()
         store.replace("data", b"123")
     at(root, "a").replace("commit", b"12345")
     root.replace("note", b"")
-    assert root.below() == ({"note"}, {"a": None, "b": None})
-    files, folders = root.below("commit")
+    assert root.below() == Below({"note"}, {"a": None, "b": None})
+    files, folders, unseen = root.below("commit")
+    assert not unseen
     assert files == {"note"}
     assert folders["b"] is None
     before = folders["a"]

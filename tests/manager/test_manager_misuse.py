@@ -2,7 +2,9 @@
 
 import dataclasses
 import os
+import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.checkpoints import data_file, read_manifest, write_manifest
+from tests.support.tools import as_nobody
 
 import holdfast as hf
 from holdfast._manager.background_pruning import _close_all
@@ -416,3 +419,27 @@ def test_signals_reach_the_program_again_in_whatever_order_managers_are_closed(
         assert "holdfast" not in str(getattr(signal.getsignal(signal.SIGUSR1), "__module__", ""))
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_newest_step_that_may_not_be_looked_into_is_raised_and_not_stepped_over() -> None:
+    parent = Path(tempfile.mkdtemp())
+    try:
+        parent.chmod(0o755)
+        for step in (1, 2):
+            hf.save({"w": torch.full((3,), float(step))}, checkpoint_id=parent / "run" / f"step-{step}")
+        (parent / "lost+found").mkdir(mode=0o700)
+        state = {"w": torch.zeros(3)}
+        CheckpointManager(parent / "run").restore(state)  # what is imported late is imported as root
+        (parent / "run" / "step-2").chmod(0)
+        with as_nobody(), CheckpointManager(parent / "run", read_only=True) as manager:
+            with pytest.raises(PermissionError, match="step-2"):
+                manager.restore(state)
+            assert manager.restore(state, 1) is not None
+        (parent / "run" / "step-2").chmod(0o755)
+        (parent / "run" / "step-1").chmod(0)
+        with as_nobody(), CheckpointManager(parent / "run", read_only=True) as manager:
+            restored = manager.restore(state)
+        assert restored is not None
+        assert restored.step == 2
+    finally:
+        shutil.rmtree(parent)

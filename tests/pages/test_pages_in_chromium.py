@@ -122,11 +122,11 @@ def test_no_name_runs_a_script_and_nothing_is_loaded(tab: Tab, pages: Path, name
     assert tab.complaints == []
 
 
-@pytest.mark.parametrize("name", ["sharded", "evil"])
+@pytest.mark.parametrize("name", ["sharded", "evil", "run"])
 def test_a_phone_shows_values_and_facts_without_scrolling_sideways(tab: Tab, pages: Path, name: str) -> None:
     tab.open(pages / f"{name}.html", width=PHONE, scheme="light")
     hidden = """[...document.querySelectorAll("section")]
-      .filter((one) => /^(Largest values|Format)/.test(one.innerText))
+      .filter((one) => /^(Largest values|Format|Steps)/.test(one.innerText))
       .flatMap((one) => [...one.querySelectorAll("td")])
       .filter((cell) => cell.getBoundingClientRect().right > innerWidth - 20)
       .map((cell) => cell.innerText)"""

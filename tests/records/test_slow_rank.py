@@ -188,3 +188,13 @@ def test_a_slow_rank_of_a_save_in_the_background_is_named(tmp_path: Path, mode: 
 def test_a_slow_rank_of_a_load_is_named(tmp_path: Path, phase: str) -> None:
     outcomes(run_ranks(slow_save, 3, str(tmp_path), "", "blocking"))
     assert_named(outcomes(run_ranks(slow_load, 3, str(tmp_path), phase)), phase, SLOW)
+
+
+def test_what_comes_after_the_last_message_is_in_the_record_of_its_rank(tmp_path: Path) -> None:
+    outcomes(run_ranks(slow_save, 3, str(tmp_path), "", "blocking"))
+    for record, _, _ in outcomes(run_ranks(slow_load, 3, str(tmp_path), "restore")):
+        restore = next(phase for phase in record.phases if phase.name == "restore")
+        assert restore.slowest_rank == record.rank
+        assert (restore.longest >= DELAY) == (record.rank == SLOW)
+        assert record.slowest is not None
+        assert record.slowest.phase != "restore"  # nobody waited for it

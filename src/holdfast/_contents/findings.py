@@ -103,5 +103,5 @@ def says_damaged(error: Exception) -> bool:
     """Whether an error says that a checkpoint is damaged, and not that it cannot be read here at all."""
     if isinstance(error, UnsafeMetadataError) or not isinstance(error, IntegrityError):
         return False
-    # Metadata of a format newer than this program is sound: only then another one was expected.
+    # A file of another format than this program knows is sound: only then another one was expected.
     return not (isinstance(error, MetadataFormatError) and error.expected is not None)

@@ -64,6 +64,8 @@ class Inventory:
         rank: For a rank's own part of a checkpoint (``__3.metadata``), that rank.
         nbytes: The size of the metadata file.
         format: The format's name and version.
+        entries: Tensors and objects in the order of the checkpoint.
+        files: The data files, each with the size that it must have; for torch's, at least.
         torch_readable: Whether there is a part that stock torch reads.
         software: What made it.
         created_ns: When, in nanoseconds since 1970.
@@ -71,8 +73,6 @@ class Inventory:
         save_id: The name that the save gave itself.
         checkpoint_id: Where it was saved, in the words of the one who did.
         block_size: The unit of checksums.
-        entries: Tensors and objects in the order of the checkpoint.
-        files: The data files, each with the size that it must have; for torch's, at least.
         record: What the save did.
         user_metadata: What the caller of the save wanted to keep with the checkpoint.
     """
@@ -82,16 +82,16 @@ class Inventory:
     rank: int | None
     nbytes: int
     format: str
-    torch_readable: bool
-    software: str | None
-    created_ns: int | None
-    world_size: int | None
-    save_id: str | None
-    checkpoint_id: str | None
-    block_size: int | None
     entries: list[TensorEntry | ObjectEntry]
     files: dict[str, int]
-    _steps: Any = field(repr=False)
+    torch_readable: bool = False
+    software: str | None = None
+    created_ns: int | None = None
+    world_size: int | None = None
+    save_id: str | None = None
+    checkpoint_id: str | None = None
+    block_size: int | None = None
+    _steps: Any = field(default=None, repr=False)
     _containers: Any = field(default=None, repr=False)
     record: TransferRecord | None = field(default=None, repr=False)
     user_metadata: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -218,8 +218,6 @@ def inventory_of(
         containers: What the ways do not tell, as the format has it.
     """
     ours = source == "holdfast"
-    # torch.save keeps one checksum for each storage, however large.
-    is_checked = source == "safetensors" and bool(manifest.checksums)
     sizes = zip(manifest.file_names, ints(manifest.file_nbytes, "q"), strict=True)
     return Inventory(
         source=source,
@@ -232,8 +230,8 @@ def inventory_of(
         created_ns=manifest.created_ns if ours else None,
         world_size=manifest.world_size if ours else None,
         save_id=manifest.save_id or None,
-        checkpoint_id=manifest.checkpoint_id if source in ("holdfast", "torch") else None,
-        block_size=manifest.block_size if ours or is_checked else None,
+        checkpoint_id=manifest.checkpoint_id if source != "torch.save" else None,
+        block_size=manifest.block_size if ours else None,
         entries=list(_entries(manifest)),
         # A chunk that torch's metadata names no place for has no file.
         files={name: nbytes for name, nbytes in sizes if name},
@@ -256,7 +254,7 @@ def _entries(manifest: Manifest) -> Iterator[TensorEntry | ObjectEntry]:
             continue
         shape, dtype = tuple(numbers), manifest.properties[properties][0]
         chunks = [StoredChunk(tuple(offsets), tuple(lengths), next(items)) for offsets, lengths in boxes]
-        yield TensorEntry(key, dtype, shape, _nbytes(dtype, shape), chunks)
+        yield TensorEntry(key, dtype, shape, tensor_nbytes(dtype, shape), chunks)
 
 
 def _whole_entries(
@@ -272,9 +270,12 @@ def _whole_entries(
         ndim = next(ndims)
         shape, at = tuple(numbers[at : at + ndim]), at + ndim
         dtype = manifest.properties[next(properties)][0]
-        yield TensorEntry(key, dtype, shape, _nbytes(dtype, shape), [StoredChunk((0,) * ndim, shape, item)])
+        yield TensorEntry(
+            key, dtype, shape, tensor_nbytes(dtype, shape), [StoredChunk((0,) * ndim, shape, item)]
+        )
 
 
 @lru_cache(maxsize=4096)  # models repeat their shapes layer by layer
-def _nbytes(dtype: str, shape: Ints) -> int | None:
+def tensor_nbytes(dtype: str, shape: Ints) -> int | None:
+    """The bytes of a tensor's elements; None for a dtype that this version does not know."""
     return DTYPES[dtype].itemsize * math.prod(shape) if dtype in DTYPES else None

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from holdfast._contents.absence import explain_absence
 from holdfast._contents.findings import Findings
-from holdfast._contents.inventory import Inventory, inventory_of, read_inventory
+from holdfast._contents.inventory import Inventory, read_inventory
 from holdfast._format.metadata_file import LARGEST_METADATA
 from holdfast._format.names import METADATA, metadata_rank, parse_data_file
 from holdfast._format.safetensors import SUFFIX
 from holdfast._format.safetensors_index import INDEX, find_index
+from holdfast._io.blocks import BLOCK_SIZE
 from holdfast._io.places import local_path, open_file_place, open_place
 from holdfast._io.store import FileSource
 from holdfast.errors import CheckpointNotFoundError
@@ -77,13 +78,21 @@ class SafetensorsModel(Checkpoint):
 
     def read(self, rank: int | None, name: str) -> Inventory:
         # Only safetensors files need it.
-        from holdfast._contents.safetensors_files import LARGEST_INDEX, read_model_manifest  # noqa: PLC0415
+        from holdfast._contents.safetensors_files import LARGEST_INDEX, read_model_chunks  # noqa: PLC0415
+        from holdfast._contents.safetensors_manifest import entries_of_chunks  # noqa: PLC0415
 
-        manifest = read_model_manifest(self.store, only=self.only_file)
-        # The headers are read with the files: only an index is a file of its own.
-        nbytes = len(self.store.read(name, max_bytes=LARGEST_INDEX)) if name == INDEX else 0
-        path = f"{self.store.url}/{name}" if name else self.url
-        return inventory_of(manifest, source="safetensors", path=path, rank=rank, nbytes=nbytes)
+        files, chunks = read_model_chunks(self.store, only=self.only_file)
+        return Inventory(
+            source="safetensors",
+            path=f"{self.store.url}/{name}" if name else self.url,
+            rank=rank,
+            # The headers are read with the files: only an index is a file of its own.
+            nbytes=len(self.store.read(name, max_bytes=LARGEST_INDEX)) if name == INDEX else 0,
+            format="safetensors",
+            block_size=BLOCK_SIZE if any(chunk.checksums for chunk in chunks) else None,
+            entries=list(entries_of_chunks(chunks)),
+            files=files,
+        )
 
 
 def find_checkpoint(path: str) -> Checkpoint:

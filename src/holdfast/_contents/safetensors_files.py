@@ -68,7 +68,15 @@ class ModelFile(NamedTuple):
 
 
 def read_model_manifest(store: FileSource, *, only: str | None = None) -> Manifest:
-    """What the safetensors files of a folder hold, whoever wrote them.
+    """The manifest of what the safetensors files of a folder hold; see ``read_model_chunks``."""
+    files, chunks = read_model_chunks(store, only=only)
+    return manifest_of_chunks(store.url, files, chunks)
+
+
+def read_model_chunks(
+    store: FileSource, *, only: str | None = None
+) -> tuple[dict[str, int], list[ModelChunk]]:
+    """What the safetensors files of a folder hold, whoever wrote them: the files' sizes, and the tensors.
 
     An index decides which file has which tensor. Without one, ``model.safetensors`` is the model, and where
     there is no such file all safetensors files are.
@@ -84,8 +92,7 @@ def read_model_manifest(store: FileSource, *, only: str | None = None) -> Manife
     """
     weight_map, names = find_model_files(store) if only is None else (None, [only])
     files = read_headers(store, names)
-    chunks = _chunks_of(store, files, weight_map)
-    return manifest_of_chunks(store.url, {file.name: file.nbytes for file in files}, chunks)
+    return {file.name: file.nbytes for file in files}, _chunks_of(store, files, weight_map)
 
 
 def find_model_files(store: FileSource) -> tuple[dict[str, str] | None, list[str]]:

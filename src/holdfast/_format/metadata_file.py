@@ -54,7 +54,9 @@ def split(data: bytes | bytearray, *, path: str) -> Sections:
     """
     view = memoryview(data)
     if not data:
-        raise MetadataFormatError(f"{path} is empty: the save that made it was cut off", path=path)
+        raise MetadataFormatError(
+            f"{path} is empty: it was cut off. Restore the file, or load another checkpoint.", path=path
+        )
     if len(data) < _FOOTER.size or not data.endswith(MAGIC):
         # Whoever cut off the footer left at least a pickle that does not end the file, or none.
         if MAGIC in data[-4 * _FOOTER.size :]:

@@ -27,6 +27,7 @@ from holdfast._format.torch_pickle_names import (
 )
 from holdfast.errors import MetadataFormatError, TruncatedFileError, UnsafeMetadataError
 
+_WAY_OUT = "Restore the file, or load another checkpoint."
 _FLOAT = struct.Struct(">d")
 _STOP, _MEMOIZE = pickle.STOP[0], pickle.MEMOIZE[0]
 _GET_WIDTH = {pickle.BINGET[0]: 1, pickle.LONG_BINGET[0]: 4}
@@ -110,7 +111,10 @@ class Machine:
                 self.pos = pos
                 handler(self)
                 pos = self.pos
-        raise TruncatedFileError(f"{self.path} ends before its pickle does, at byte {end}.", path=self.path)
+        raise TruncatedFileError(
+            f"{self.path} ends before its pickle does, at byte {end}: it was cut off. {_WAY_OUT}",
+            path=self.path,
+        )
 
     def take(self, count: int) -> bytes:
         """The next ``count`` bytes. Raises TruncatedFileError, without taking memory, if there are fewer."""
@@ -118,7 +122,8 @@ class Machine:
         self.pos = stop = start + count
         if stop > len(self.data):
             raise TruncatedFileError(
-                f"{self.path} ends at byte {len(self.data)}, but its pickle goes on to byte {stop} at least.",
+                f"{self.path} ends at byte {len(self.data)}, but its pickle goes on to byte {stop} at least: "
+                f"it was cut off. {_WAY_OUT}",
                 path=self.path,
                 expected=stop,
                 found=len(self.data),

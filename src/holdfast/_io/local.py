@@ -195,15 +195,20 @@ class LocalStore(LocalRanges):
 
     def below(self, name: str | None = None, *, is_brief: bool = False) -> Below:
         """The files and folders of this folder; see FileSource. Links to folders count as folders."""
-        files, folders = set[str](), dict[str, FileFacts | None]()
+        files, folders, unseen = set[str](), dict[str, FileFacts | None](), dict[str, OSError]()
         for entry in islice(self._entries(), _MOST_ENTRIES if is_brief else None):
             if is_brief and len(folders) >= _MOST_FOLDERS:
                 break
             if entry.is_dir():
-                folders[entry.name] = None if name is None else _facts(f"{entry.path}/{name}")
+                folders[entry.name] = None
+                if name is not None:
+                    try:
+                        folders[entry.name] = _facts(f"{entry.path}/{name}")
+                    except OSError as error:
+                        unseen[entry.name] = error
             elif _is_file(entry):
                 files.add(entry.name)
-        return Below(files, folders)
+        return Below(files, folders, unseen)
 
     def facts(self, name: str) -> FileFacts | None:
         """What is known of a regular file; see FileSource."""
@@ -252,8 +257,8 @@ class LocalStore(LocalRanges):
 def _facts(path: str) -> FileFacts | None:
     try:
         found = os.stat(path, follow_symlinks=False)
-    except OSError:
-        return None  # there is none, or nobody may look
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     if not stat.S_ISREG(found.st_mode):
         return None
     return FileFacts(found.st_size, found.st_mtime_ns, f"{found.st_mtime_ns:x}-{found.st_size:x}")

@@ -11,8 +11,9 @@ An error of the operating system leaves as an OSError with errno, strerror and t
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from typing_extensions import Buffer
@@ -137,10 +138,12 @@ class Below(NamedTuple):
     Attributes:
         files: The names of its files.
         folders: The names of its folders, each with the facts of one file in it; None if it has no such file.
+        unseen: Folders whose file could not be looked at, each with the reason. Their facts are None, too.
     """
 
     files: set[str]
     folders: dict[str, FileFacts | None]
+    unseen: Mapping[str, OSError] = MappingProxyType({})
 
 
 class Claim:

@@ -128,13 +128,21 @@ def _agree_on_candidates(
 
 
 def _passed_over(found: StepList, candidates: list[Step], *, with_incomplete: bool) -> dict[int, str]:
-    """The steps newer than all that can be restored, each with the reason; the newest first."""
+    """The steps newer than all that can be restored, each with the reason; the newest first.
+
+    Raises:
+        OSError: One of them may be complete, and this process may not look into its folder.
+    """
     passed = {}
     for step in reversed(found.steps):
         if candidates and step.order <= candidates[0].order:
             break
         if step.commit is not None:
             passed[step.number] = "a restore has found that it is damaged"
+        elif step.unseen is not None:
+            if step.unseen.errno != errno.EIO:
+                raise step.unseen
+            passed[step.number] = str(step.unseen)
         elif with_incomplete and step.folder not in found.deleting:
             passed[step.number] = (
                 f"it is not complete: {step.folder} has no {METADATA}. Its save was cut off, or is still "

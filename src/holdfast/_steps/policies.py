@@ -319,7 +319,9 @@ class Preempted(WhenPolicy):
         try:
             object.__setattr__(self, "signals", tuple(signal.Signals(number) for number in self.signals))
         except (TypeError, ValueError) as error:
-            raise UsageError(f"Preempted(signals=...) takes signals: {error}") from None
+            raise UsageError(
+                f"Preempted takes a tuple of signals, as in Preempted((signal.SIGUSR1,)): {error}"
+            ) from None
 
 
 def steps_to_delete(keep: KeepPolicy, steps: Sequence[StepFacts]) -> list[int]:

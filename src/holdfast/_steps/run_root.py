@@ -82,7 +82,7 @@ class RunRoot:
             return self.find_steps()
         below = self.store.below()
         folders = below.folders
-        listed = describe_steps(self.store, self.names, below.files, folders)
+        listed = describe_steps(self.store, self.names, below)
         numbers = {step.folder: step.number for step in listed}
         if ABANDONED in below.files:
             return self.find_steps()
@@ -90,7 +90,7 @@ class RunRoot:
             facts = self.open_step(folder).facts(METADATA)
             if facts is not None:
                 folders[folder] = facts
-                found = describe_steps(self.store, self.names, below.files, folders)
+                found = describe_steps(self.store, self.names, below)
                 if found.usable:
                     return found
         return listed

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast._format.names import METADATA
-from holdfast._io.store import FileFacts, FileSource
+from holdfast._io.store import Below, FileFacts, FileSource
 from holdfast._steps.root_files import damaged_name, pinned_name, read_abandoned, steps_being_deleted
 from holdfast._steps.step_names import StepNames
 
@@ -25,6 +25,7 @@ class Step:
         is_pinned: Whether somebody asked to keep it.
         is_damaged: Whether a restore found it damaged, and it was not saved again since.
         is_abandoned: Whether the run went back to an earlier step since, and this one was not saved again.
+        unseen: Why nobody knows whether it is complete: its folder could not be looked into.
     """
 
     number: int
@@ -33,6 +34,7 @@ class Step:
     is_pinned: bool = False
     is_damaged: bool = False
     is_abandoned: bool = False
+    unseen: OSError | None = None
 
     @property
     def is_usable(self) -> bool:
@@ -90,14 +92,12 @@ def find_steps(root: FileSource, names: StepNames) -> StepList:
         UsageError: Folders cannot be listed on such a storage.
         OSError: The root cannot be read.
     """
-    below = root.below(METADATA)
-    return describe_steps(root, names, below.files, below.folders)
+    return describe_steps(root, names, root.below(METADATA))
 
 
-def describe_steps(
-    root: FileSource, names: StepNames, files: set[str], folders: dict[str, FileFacts | None]
-) -> StepList:
+def describe_steps(root: FileSource, names: StepNames, below: Below) -> StepList:
     """What a look at the root has found, as steps. Reads a file only if the run has ever gone back."""
+    files, folders, unseen = below
     abandoned = read_abandoned(root, files).settled(folders)
     found: dict[int, Step] = {}
     for folder, commit in folders.items():
@@ -111,6 +111,7 @@ def describe_steps(
             is_pinned=pinned_name(folder) in files,
             is_damaged=commit is not None and damaged_name(folder, commit.version) in files,
             is_abandoned=commit is not None and abandoned.get(folder) == commit.version,
+            unseen=unseen.get(folder),
         )
         # Two folders may have one number, such as step-7 and step-007: the complete one counts, or ours.
         other = found.get(number)

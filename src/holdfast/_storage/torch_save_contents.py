@@ -125,6 +125,7 @@ class _Reading:
                 f"{self.path}: holds a {type(root).__name__}, and only a dict can be taken for a checkpoint. "
                 'Save {"name": value} instead.',
                 path=self.path,
+                expected="dict",
                 found=type(root).__name__,
             )
         leaves, structure, _ = flatten(root, lambda value: self.state.storage_of(value) is not None)
@@ -151,6 +152,7 @@ class _Reading:
                 f"{self.path}: is a zip archive, but not one of torch.save (TorchScript and other archives "
                 "are not read)",
                 path=self.path,
+                expected="torch.save",
             )
         order = records.get("byteorder")
         if order is not None and order.nbytes < 16 and self.archive.read_record(order) != b"little":
@@ -158,6 +160,7 @@ class _Reading:
                 f"{self.path}: was written on a machine with another byte order. Load it with torch.load, "
                 "and save it here.",
                 path=self.path,
+                expected="little",
             )
         pickled = records["data.pkl"]
         if not pickled.plain or pickled.nbytes > _LONGEST_PICKLE:
@@ -237,4 +240,8 @@ def _refuse_other_formats(file: FileReader, path: str) -> None:
         if is_old
         else "It is damaged, or something else."
     )
-    raise MetadataFormatError(f"{path}: is not a file that torch.save writes today. {hint}", path=path)
+    raise MetadataFormatError(
+        f"{path}: is not a file that torch.save writes today. {hint}",
+        path=path,
+        expected="zip archive" if is_old else None,
+    )

@@ -15,13 +15,21 @@ from holdfast._contents.opening import Checkpoint, SafetensorsModel
 from holdfast._format import metadata_file
 from holdfast._format.metadata_file import LARGEST_METADATA
 from holdfast._io import pool
+from holdfast._io.file_access import FileReader
 from holdfast._io.lease import Lease, take_lease
 from holdfast._io.places import open_place
 from holdfast._io.progress import STRIDE, ProgressTracker
 from holdfast._io.store import ByteStore, FileSource
 from holdfast.cli.exit_codes import FINE
 from holdfast.cli.text import Style, counted, printable, size_text, write_json, write_lines
-from holdfast.errors import CheckpointExistsError, IntegrityError, StorageError, UsageError
+from holdfast.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    IncompleteCheckpointError,
+    IntegrityError,
+    StorageError,
+    UsageError,
+)
 from holdfast.progress_display import tracking
 
 __all__ = ["run"]
@@ -87,7 +95,7 @@ class _CopiedPart:
         Raises:
             CheckpointExistsError: There is another checkpoint, which must not be replaced.
             StorageError: There is one whose files have the same names.
-            IntegrityError: A byte of the copy is not the one that was saved.
+            IntegrityError: A file is missing, or a byte of the copy is not the one that was saved.
         """
         there = self.target.exists(self.name)
         if there and self.target.read(self.name, max_bytes=LARGEST_METADATA) == self.data:
@@ -142,7 +150,7 @@ class _CopiedPart:
 
     def _file_job(self, name: str, tracker: ProgressTracker) -> Callable[[], None]:
         def job() -> None:
-            with self.source.open(name) as reader:
+            with self._opened(name) as reader:
                 buffer = memoryview(bytearray(min(STRIDE, reader.nbytes)))
                 with self.target.create(name, nbytes_hint=reader.nbytes) as writer:
                     writer.progress = tracker
@@ -152,6 +160,16 @@ class _CopiedPart:
                         writer.write(piece)
 
         return job
+
+    def _opened(self, name: str) -> FileReader:
+        try:
+            return self.source.open(name)
+        except CheckpointNotFoundError as error:
+            raise IncompleteCheckpointError(
+                f"{self.source.url}: {name} is missing: it was deleted, or was not copied with the rest. Put "
+                "it back, or copy another checkpoint.",
+                path=f"{self.source.url}/{name}",
+            ) from error
 
     def _check(self) -> None:
         """Read the copy, and compare every byte with the checksums of the checkpoint."""

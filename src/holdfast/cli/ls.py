@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from holdfast._any_format import open_checkpoint
@@ -145,11 +146,16 @@ def _facts(entry: Entry, values: dict[str, Any]) -> tuple[str, str, str, str]:
         return "object", "", size_text(entry_nbytes(entry)), last if entry.item else "not stored"
     chunks = entry.chunks
     if len(chunks) == 1 and chunks[0].item is not None:
-        return entry.dtype, shape_text(entry.shape), size_text(entry.nbytes), ""
+        return _whole_facts(entry.dtype, entry.shape, entry.nbytes)
     unusual = "" if len(chunks) == 1 else counted(len(chunks), "chunk")
     if any(chunk.item is None for chunk in chunks):
         unusual += ", not all stored" if unusual else "not stored"
     return entry.dtype, shape_text(entry.shape), size_text(entry.nbytes), unusual
+
+
+@lru_cache(maxsize=4096)  # models repeat their shapes layer by layer
+def _whole_facts(dtype: str, shape: tuple[int, ...], nbytes: int | None) -> tuple[str, str, str, str]:
+    return dtype, shape_text(shape), size_text(nbytes), ""
 
 
 def _totals(part: Inventory, entries: list[Entry]) -> str:

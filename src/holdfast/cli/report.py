@@ -31,6 +31,11 @@ def run(arguments: argparse.Namespace) -> int:
         if not steps:
             raise
         return _report_run(arguments, steps)
+    if keep_policy(arguments) is not None:
+        raise UsageError(
+            f"{arguments.path} is a checkpoint: --last, --every, --within, --steps and --best are for the "
+            "folder of a run"
+        )
     part = join_parts(list(checkpoint.parts()))
     summary = summarize(part, checkpoint.store, checkpoint.store.list())
     wrong = [f"{file['name']}: {file['state']}" for file in summary["files"] if file["state"] != "present"]

@@ -27,7 +27,7 @@ def find_run(path: str) -> list[dict[str, Any]]:
     except (UsageError, FileNotFoundError, NotADirectoryError):
         return []
     names = guess_names(below.folders)
-    steps = {step.folder: step for step in describe_steps(root.store, names, below.files, below.folders)}
+    steps = {step.folder: step for step in describe_steps(root.store, names, below)}
     folders = [*(name for name in below.folders if name not in steps), *steps]
     jobs = [partial(_describe, root, name, steps.get(name), below.folders[name]) for name in folders]
     found = pool.run(jobs, threads=root.store.traits.requests_in_flight)

@@ -62,15 +62,18 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Iterable[int] = (), widest:
     lengths = [set(map(len, column)) for column in zip(*rows, strict=True)]
     widths = [max([n for n in found if n <= widest], default=widest) for found in lengths]
     flush = set(right)
-    form = "  ".join(f"{{:{'>' if at in flush else '<'}{width}}}" for at, width in enumerate(widths))
-    return [form.format(*row).rstrip() for row in rows]
+    form = "  ".join(f"%{'' if at in flush else '-'}{width}s" for at, width in enumerate(widths))
+    return [(form % tuple(row)).rstrip() for row in rows]
 
 
 def write_lines(lines: Iterable[str]) -> None:
     """Print lines, in one write: 100,000 single ones take a second."""
-    text = "".join([f"{line}\n" for line in lines])
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    text = "\n".join([*lines, ""])
+    try:
+        sys.stdout.write(text)
+    except UnicodeEncodeError:  # nothing of it was written
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def write_json(document: dict[str, Any]) -> None:

@@ -32,7 +32,8 @@ def _verify(path: str, arguments: argparse.Namespace) -> int:
     if arguments.json:
         write_json(_document(path, parts, report, damages))
     else:
-        write_lines(_lines(path, parts, report, damages, quiet=arguments.quiet))
+        many = len(arguments.paths) > 1
+        write_lines(_lines(path, parts, report, damages, quiet=arguments.quiet, many=many))
     return DAMAGED if damages else FINE
 
 
@@ -54,11 +55,12 @@ def _document(
 
 
 def _lines(
-    path: str, parts: list[Inventory], report: Findings, damages: list[Damage], *, quiet: bool
+    path: str, parts: list[Inventory], report: Findings, damages: list[Damage], *, quiet: bool, many: bool
 ) -> Iterator[str]:
     style = Style(sys.stdout)
     for damage in damages:
-        yield f"{style.bad('damaged')}  {printable(where_text(damage))}: {printable(damage.message)}"
+        where = f"{path}: {where_text(damage)}" if many else where_text(damage)
+        yield f"{style.bad('damaged')}  {printable(where)}: {printable(damage.message)}"
     if quiet:
         return
     for note in report.notes:

@@ -103,7 +103,9 @@ def _table(steps: Sequence[RunStep], policy: str | None) -> str:
         about += f" The {len(steps) - len(shown):,} oldest steps are not listed."
     head = ("step", "saved", "state", "size", "save took", "rate", "stays because", "metrics")
     rows = [_row(one) for one in reversed(shown)]
-    return section("Steps, the newest first", about, table(head, rows, keys=(6, 7), numbers=(0, 3, 4, 5)))
+    return section(
+        "Steps, the newest first", about, table(head, rows, keys=(6, 7), numbers=(3, 4, 5), stacked=True)
+    )
 
 
 def _row(one: RunStep) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ Drawings have no fixed width. Places across are shares of the width, in percent;
 drawing fits a phone and a wide window alike, and its letters keep their size.
 """
 
+import re
 from html import escape
 
 from holdfast.cli.text import printable
@@ -33,8 +34,8 @@ def as_html(words: str) -> str:
 
 
 def key_html(key: str) -> str:
-    """A key, escaped; a line may end behind each of its dots."""
-    return as_html(key).replace(".", ".<wbr>")
+    """A key, escaped; a line may end behind each of its dots, but not within a number."""
+    return re.sub(r"\.(?!\d)", ".<wbr>", as_html(key))
 
 
 def _title(hint: str) -> str:
