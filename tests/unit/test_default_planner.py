@@ -660,7 +660,7 @@ def test_a_save_that_failed_leaves_nothing_in_the_cache(
 
 
 def test_a_coordinator_that_failed_last_does_not_take_older_plans_of_other_ranks() -> None:
-    """The other rank has finished planning the save that failed on the coordinator, and says "as last time"."""
+    """The other rank has planned the save that failed on the coordinator, and says "as last time"."""
     ranks = [DefaultSavePlanner(enable_plan_caching=True) for _ in range(2)]
 
     def plan(size: int, *, coordinator_fails: bool = False) -> tuple[SavePlan, Metadata]:
@@ -674,8 +674,10 @@ def test_a_coordinator_that_failed_last_does_not_take_older_plans_of_other_ranks
     plan(3)
     plan(5, coordinator_fails=True)
     written, metadata = plan(5)
-    assert metadata.state_dict_metadata["t1"].size == torch.Size([5])
-    assert [item.tensor_data.size for item in written.items] == [torch.Size([5])]
+    described, (item,) = metadata.state_dict_metadata["t1"], written.items
+    assert isinstance(described, TensorStorageMetadata)
+    assert item.tensor_data is not None
+    assert described.size == item.tensor_data.size == torch.Size([5])
 
 
 def test_a_coordinator_of_an_older_save_does_not_take_the_plans_of_that_one() -> None:
@@ -694,7 +696,9 @@ def test_a_coordinator_of_an_older_save_does_not_take_the_plans_of_that_one() ->
     with pytest.raises(InvalidPlanError, match="save again"):
         plan(5, 0)
     plan(5, 0)
-    assert ranks[0].metadata.state_dict_metadata["t1"].size == torch.Size([5])
+    described = ranks[0].metadata.state_dict_metadata["t1"]
+    assert isinstance(described, TensorStorageMetadata)
+    assert described.size == torch.Size([5])
 
 
 def test_a_coordinator_that_does_not_know_the_cached_plan_does_not_save_nothing(
