@@ -27,7 +27,7 @@ def _takes_no_ranges(*_: Any) -> bool:
 def _save(folder: Path, dies_in: str, is_streamed: bool, options: dict[str, Any]) -> None:
     setattr(safetensors_writer, dies_in, _dies)
     if is_streamed:
-        LocalRanges.takes_ranges = _takes_no_ranges  # type: ignore[method-assign]
+        LocalRanges.takes_ranges = _takes_no_ranges  # type: ignore[assignment, method-assign]
     export(NEW, folder, **options)
 
 
