@@ -125,7 +125,7 @@ def test_names_that_checkpoints_keep_for_themselves(tmp_path: Path) -> None:
 def test_a_lone_pair_of_packed_numbers_is_refused_by_its_key(tmp_path: Path) -> None:
     pair = torch.zeros(1, dtype=torch.uint8).view(torch.float4_e2m1fn_x2).view(())
     torch.save({"pair": pair}, tmp_path / "from.pt")
-    with pytest.raises(InvalidPlanError, match="pair: of a dtype that safetensors files cannot keep"):
+    with pytest.raises(InvalidPlanError, match=r"pair: .* torch.float4_e2m1fn_x2 and shape \[\]"):
         dcp.convert(tmp_path / "from.pt", tmp_path / "to", to="safetensors")
 
 

@@ -1,9 +1,11 @@
 """Sharded safetensors files of stock torch, joined."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
+import safetensors
 import torch
 from safetensors.torch import save_file
 from tests.hf.model_files import DTYPES, load, model_files, of_dtype, same, with_safetensors
@@ -57,6 +59,17 @@ def test_parts_are_joined_without_loss(tmp_path: Path, monkeypatch: pytest.Monke
     ]
     assert same(with_safetensors(tmp_path / "out"), whole)
     assert same(load(tmp_path / "out", whole), whole)
+
+
+def test_a_program_that_imports_only_safetensors_reads_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards_of_two_ranks(tmp_path)
+    monkeypatch.delitem(sys.modules, "safetensors.torch")
+    monkeypatch.delattr(safetensors, "torch")
+    consolidate_safetensors_files(tmp_path, tmp_path / "out")
+    read = safetensors.torch.load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
+    assert read["scalar"].item() == 4.5
 
 
 def test_a_missing_part_is_named(tmp_path: Path) -> None:

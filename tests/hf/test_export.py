@@ -147,6 +147,11 @@ def test_dtype_and_names_change_on_the_way_out(tmp_path: Path) -> None:
             for place in (True, 2.0, None, 0, -1, (), "x.bin", "../x.safetensors", "x/y.safetensors")
         ),
         ({"__metadata__": torch.zeros(2)}, {}, "cannot be the name"),
+        (
+            {"c": torch.zeros(2, 3, dtype=torch.complex128), "d": torch.zeros(1, dtype=torch.complex128)},
+            {},
+            r"c \(and 1 more: d\): .* torch.complex128 and shape \[2, 3\]",
+        ),
     ],
 )
 def test_what_cannot_be_kept_is_refused_before_anything_is_written(

@@ -659,6 +659,48 @@ def test_a_save_that_failed_leaves_nothing_in_the_cache(
     assert loaded["old"].tolist() == [5.0, 5.0]
 
 
+def test_a_coordinator_that_failed_last_does_not_take_older_plans_of_other_ranks() -> None:
+    """The other rank has planned the save that failed on the coordinator, and says "as last time"."""
+    ranks = [DefaultSavePlanner(enable_plan_caching=True) for _ in range(2)]
+
+    def plan(size: int, *, coordinator_fails: bool = False) -> tuple[SavePlan, Metadata]:
+        for rank, planner in enumerate(ranks):
+            planner.set_up_planner({f"t{rank}": torch.ones(size if rank else 2)}, is_coordinator=rank == 0)
+        plans, metadata = ranks[0].create_global_plan([planner.create_local_plan() for planner in ranks])
+        if not coordinator_fails:
+            ranks[0].finish_plan(plans[0])
+        return ranks[1].finish_plan(plans[1]), metadata
+
+    plan(3)
+    plan(5, coordinator_fails=True)
+    written, metadata = plan(5)
+    described, (item,) = metadata.state_dict_metadata["t1"], written.items
+    assert isinstance(described, TensorStorageMetadata)
+    assert item.tensor_data is not None
+    assert described.size == item.tensor_data.size == torch.Size([5])
+
+
+def test_a_coordinator_of_an_older_save_does_not_take_the_plans_of_that_one() -> None:
+    ranks = [DefaultSavePlanner(enable_plan_caching=True) for _ in range(2)]
+
+    def plan(size: int, coordinator: int) -> None:
+        for rank, planner in enumerate(ranks):
+            planner.set_up_planner({f"t{rank}": torch.ones(size)}, is_coordinator=rank == coordinator)
+        offers = [planner.create_local_plan() for planner in ranks]
+        plans, _ = ranks[coordinator].create_global_plan(offers)
+        for planner, answer in zip(ranks, plans, strict=True):
+            planner.finish_plan(answer)
+
+    plan(3, 0)
+    plan(5, 1)
+    with pytest.raises(InvalidPlanError, match="save again"):
+        plan(5, 0)
+    plan(5, 0)
+    described = ranks[0].metadata.state_dict_metadata["t1"]
+    assert isinstance(described, TensorStorageMetadata)
+    assert described.size == torch.Size([5])
+
+
 def test_a_coordinator_that_does_not_know_the_cached_plan_does_not_save_nothing(
     tmp_path: Path, cache: type[DefaultSavePlanner]
 ) -> None:

@@ -202,8 +202,8 @@ def refuse_objects(selection: Selection, to: str) -> None:
     if values:
         more = f" and {len(values) - 1} more" if len(values) > 1 else ""
         raise PlanError(
-            f"{values[0]}{more}: {to} holds tensors only, and this is another value. Select the tensors: "
-            "keys=['model.*'], or --keys 'model.*'.",
+            f"{values[0]}{more}: {to} holds tensors only, and this is another value. Select the tensors, "
+            "such as with keys=['model.*'] or --keys 'model.*'.",
             key=values[0],
         )
 

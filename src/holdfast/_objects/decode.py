@@ -113,7 +113,8 @@ def explaining(key: str) -> Iterator[None]:
     except MemoryError as error:
         raise IntegrityError(f"{key}: the stored object asks for too much memory", key=key) from error
     except Exception as error:
-        raise IntegrityError(f"{key}: the stored object cannot be read: {error}", key=key) from error
+        reason = str(error) or type(error).__name__
+        raise IntegrityError(f"{key}: the stored object cannot be read: {reason}", key=key) from error
 
 
 def _load_by_torch(stream: io.BytesIO, safe_globals: _Globals) -> Any:

@@ -46,8 +46,9 @@ class PlanCache:
     """The cached plans of one planner during one save. They are kept on ``SavePlanner``, as torch keeps them.
 
     A plan is "the same" only if everything in it is: keys and their types, boxes, shapes, dtypes and other
-    properties, containers. What a rank remembers is forgotten when a save begins and remembered again when
-    it has been planned on all ranks. So after a save that failed anywhere, the next one sends everything.
+    properties, containers. What a rank offers is forgotten when a save begins and remembered again when it
+    has been planned on all ranks. So after a save that failed anywhere, the next one sends everything. The
+    coordinator remembers what it has merged last, as a rank may finish a save that fails on the coordinator.
     """
 
     def __init__(self, key: str) -> None:
@@ -55,7 +56,7 @@ class PlanCache:
         self.key = str(key)
         self._offered: SavePlan | None = None
         self._forgotten: SavePlan | None = None
-        self._merged: tuple[list[SavePlan], list[SavePlan], Metadata] | None = None
+        self._has_merged = False
 
     def offer(self, plan: SavePlan) -> SavePlan:
         """On each rank: what to send to the coordinator."""
@@ -76,6 +77,7 @@ class PlanCache:
         merge: Callable[[list[SavePlan]], tuple[list[SavePlan], Metadata]],
     ) -> tuple[list[SavePlan], list[SavePlan], Metadata]:
         """On the coordinator: the answer to each rank, the whole plan, and the metadata."""
+        self._has_merged = True
         known = SavePlanner._cached_all_plans.get(self.key)
         if known is None or len(known) != len(offers):
             known = self._from_scratch(offers)
@@ -84,12 +86,13 @@ class PlanCache:
                 SavePlanner._cached_global_plan[self.key],
                 SavePlanner._cached_metadata[self.key],
             )
-            self._merged = (known, plans, metadata)
             return [_AS_LAST_TIME] * len(offers), plans, dataclasses.replace(metadata)
         before = SavePlanner._cached_global_plan.get(self.key, [])
         whole = [new if new.usable else old for new, old in zip(offers, known, strict=True)]
         plans, metadata = merge(whole)
-        self._merged = (whole, plans, metadata)
+        SavePlanner._cached_all_plans[self.key] = whole
+        SavePlanner._cached_global_plan[self.key] = plans
+        SavePlanner._cached_metadata[self.key] = metadata
         # Only a rank that said "as last time" is sure to have last time's plan.
         answers = [
             _AS_LAST_TIME if not offer.usable and rank < len(before) and before[rank] == plan else plan
@@ -121,11 +124,14 @@ class PlanCache:
         assert self._offered is not None
         SavePlanner._cached_final_save_plan[self.key] = final
         SavePlanner._cached_save_plan[self.key] = self._offered
-        if self._merged is not None:
-            all_plans, plans, metadata = self._merged
-            SavePlanner._cached_all_plans[self.key] = all_plans
-            SavePlanner._cached_global_plan[self.key] = plans
-            SavePlanner._cached_metadata[self.key] = metadata
+        if not self._has_merged:
+            # Another rank has merged newer plans than this one may have done before.
+            for merged in (
+                SavePlanner._cached_all_plans,
+                SavePlanner._cached_global_plan,
+                SavePlanner._cached_metadata,
+            ):
+                merged.pop(self.key, None)
         return final
 
 

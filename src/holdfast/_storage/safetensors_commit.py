@@ -237,11 +237,12 @@ def remove_dead_models(store: ByteStore, lease: Lease) -> None:
     try:
         names = store.names()
         used = files_of_index(store, names)
+        # Of saves, too, whose leases a save has removed that was killed before it came to this.
+        gone = lease.dead | lease.left_by_dead
         doomed = [
             name
             for name in names - used
-            if save_in_name(name) in lease.dead
-            or (used and name.endswith(SUFFIX) and name in lease.left_by_dead)
+            if save_in_name(name) in gone or (used and name.endswith(SUFFIX) and name in lease.left_by_dead)
         ]
         if doomed:
             store.sync()  # the commit of the dead save may not be durable yet

@@ -151,8 +151,11 @@ def refuse_what_is_no_tensor(plan: SavePlan) -> None:
         "check_replicas=False to keep those of any rank",
     )
     forms = zip(columns.keys, columns.form, strict=True)
-    unknown = [key for key, form in forms if not _is_known(columns.forms[form])]
-    _refuse(unknown, "of a dtype that safetensors files cannot keep. Cast it, or leave it out")
+    unknown = {key: columns.forms[form] for key, form in forms if not _is_known(columns.forms[form])}
+    if unknown:
+        first = next(iter(unknown.values()))
+        what = f"a tensor of {first.properties[0]} and shape {list(first.size)}"
+        _refuse(list(unknown), f"safetensors files cannot keep {what}. Cast it, or leave it out")
 
 
 def _refuse(keys: Sequence[str], what: str) -> None:

@@ -85,6 +85,9 @@ class SafetensorsWriter(StoreWriter):
         else:
             self._refuse_strangers(len(plans))
             layout = for_streams(layout, names_there(self.store, layout), self.save_id)
+            if self._lease is not None:
+                # They may have their usual names already, which do not tell the save if it is killed.
+                self._lease.note_replaced([file.temporary for file in layout.files])
             told = tell_owners(layout, ours, self.save_id)
         self._layout = layout
         return [
