@@ -488,9 +488,10 @@ def test_the_package_brings_what_python_runs_at_its_start() -> None:
 
 def test_a_command_is_run_with_the_variable() -> None:
     show = [sys.executable, "-c", "import os; print(os.environ['HOLDFAST_INSTALL'])"]
-    command = [sys.executable, "-m", "holdfast", "run", *show]
-    done = subprocess.run(command, env=python_environment(), capture_output=True, text=True, check=True)
-    assert done.stdout == "1\n"
+    for words in (show, ["--", *show]):
+        command = [sys.executable, "-m", "holdfast", "run", *words]
+        done = subprocess.run(command, env=python_environment(), capture_output=True, text=True, check=True)
+        assert done.stdout == "1\n"
     command = [sys.executable, "-m", "holdfast", "run", "no-such-command"]
     done = subprocess.run(command, env=python_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2
