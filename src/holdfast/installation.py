@@ -19,7 +19,7 @@ class Installed:
         active: Whether ``install()`` is in effect.
         replaced: Where modules have a function that leads to ours, such as
             ``"torch.distributed.checkpoint.save"``. Empty as long as torch's package is not imported.
-        left_alone: Functions that stay torch's, each with the reason.
+        left_alone: Functions that stay torch's, or those of somebody who has replaced them, with the reason.
         strangers: Classes of storages, planners and stagers that were passed to a save or load and are used
             as they are, each with the reason. What such a class does is its own affair: a writer that
             overwrites files in place does so here, too.
@@ -91,8 +91,9 @@ def install(
         "allow_pickle": allow_pickle,
         "safe_globals": safe_globals,
     }
-    doors.open(read_options(given))
-    watch()
+    options = read_options(given)
+    watch()  # first, so that no module is imported between the two
+    doors.open(options)
 
 
 def uninstall() -> None:

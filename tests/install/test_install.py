@@ -244,30 +244,11 @@ def test_who_asks_for_shards_finds_a_whole_model_by_the_name_of_the_first_one(tm
     assert isinstance(caught.value, holdfast.errors.ChecksumError)
 
 
-class CountingReader(FileSystemReader):
-    """As Megatron-Core has one: it changes only how metadata is found."""
-
-    count = 0
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        type(self).count += 1
-        return super().read_metadata(*args, **kwargs)
-
-
 class ShoutingWriter(FileSystemWriter):
     """A plugin of somebody's own."""
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         return super().write_data(*args, **kwargs)
-
-
-def test_a_reader_that_changes_only_metadata_reads_as_ours(tmp_path: Path) -> None:
-    dcp.save(state(), checkpoint_id=tmp_path)
-    loaded = empty()
-    dcp.load(loaded, storage_reader=CountingReader(tmp_path))
-    check(loaded)
-    assert CountingReader.count > 0
-    assert holdfast.installed().strangers == {}
 
 
 def test_a_subclass_stays_a_strangers_plugin_and_is_named(tmp_path: Path) -> None:
@@ -319,6 +300,28 @@ def test_a_class_that_somebody_has_patched_stays_as_it_is(
     dcp.save(state(), storage_writer=FileSystemWriter(tmp_path))
     assert not is_ours(tmp_path)
     assert "replaced FileSystemWriter.write_data" in str(holdfast.installed().strangers)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_function_that_somebody_has_replaced_stays_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holdfast.uninstall()
+    calls, original = [], state_dict_saver.save
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(state_dict_saver, "save", save)
+    holdfast.install()
+    state_dict_saver.save(state(), checkpoint_id=tmp_path)
+    assert len(calls) == 1
+    assert is_ours(tmp_path)  # torch's own function is not far below
+    name = "torch.distributed.checkpoint.state_dict_saver.save"
+    assert holdfast.installed().left_alone == {name: f"{__name__} has replaced it"}
+    holdfast.uninstall()
+    assert state_dict_saver.save is save
 
 
 def test_options_reach_those_who_cannot_pass_them(tmp_path: Path) -> None:
@@ -408,6 +411,31 @@ def test_a_function_kept_elsewhere_calls_torchs_after_uninstall(tmp_path: Path) 
     assert not is_ours(tmp_path)
 
 
+CONSOLIDATE = """
+import sys
+import holdfast, torch
+holdfast.install()
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+import safetensors
+source, target = sys.argv[1:]
+consolidate_safetensors_files(source, target, fqn_to_index_mapping={"weight": 1})
+assert safetensors.torch.load_file(target + "/model-00001-of-00001.safetensors")["weight"].tolist() == [0.0]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.one_core
+@pytest.mark.skipif(not IS_NEWEST, reason="older torches write safetensors in other ways")
+def test_programs_that_import_safetensors_find_its_part_for_torch(tmp_path: Path) -> None:
+    # torch's functions import it, and some programs rely on that.
+    (tmp_path / "a").mkdir()
+    metadata = {"DCP_SHARDING_INFO": json.dumps({"weight": {"saved_offsets": [0]}})}
+    save_file({"weight": torch.zeros(1)}, tmp_path / "a" / "model.safetensors", metadata)
+    command = [sys.executable, "-W", "ignore", "-c", CONSOLIDATE, str(tmp_path / "a"), str(tmp_path / "b")]
+    (tmp_path / "b").mkdir()
+    subprocess.run(command, env={**python_environment(), "HOLDFAST_INSTALL": "0"}, check=True)
+
+
 CHILD = """
 import json, sys
 before = [name for name in ("torch", "typing", "logging", "dataclasses") if name in sys.modules]
@@ -460,9 +488,10 @@ def test_the_package_brings_what_python_runs_at_its_start() -> None:
 
 def test_a_command_is_run_with_the_variable() -> None:
     show = [sys.executable, "-c", "import os; print(os.environ['HOLDFAST_INSTALL'])"]
-    command = [sys.executable, "-m", "holdfast", "run", *show]
-    done = subprocess.run(command, env=python_environment(), capture_output=True, text=True, check=True)
-    assert done.stdout == "1\n"
+    for words in (show, ["--", *show]):
+        command = [sys.executable, "-m", "holdfast", "run", *words]
+        done = subprocess.run(command, env=python_environment(), capture_output=True, text=True, check=True)
+        assert done.stdout == "1\n"
     command = [sys.executable, "-m", "holdfast", "run", "no-such-command"]
     done = subprocess.run(command, env=python_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -1,5 +1,6 @@
 """Opens the doors: replaces torch's functions by ones that lead to ours, and puts them back."""
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -39,12 +40,13 @@ class Doors:
         self.options = options
         self.are_open = True
         vars(self).pop("calls", None)
+        _wait_for_import(PACKAGE)
         for name in DOORS:
+            _wait_for_import(f"{PACKAGE}.{name}")
             module = sys.modules.get(f"{PACKAGE}.{name}")
-            # One that is being imported has no functions yet: the import hook opens its doors.
-            if module is not None and not getattr(module.__spec__, "_initializing", False):
+            if module is not None:
                 self._make_doors(module)
-        rebind({original: door for door, original in self.originals.items()})
+        rebind({original: door for door, original in self.originals.copy().items()})
 
     def open_module(self, module: ModuleType) -> None:
         """Open the doors of a module that was just imported."""
@@ -53,7 +55,7 @@ class Doors:
         self.are_open = True
         self._make_doors(module)
         for name, value in [*vars(module).items()]:
-            for door, original in self.originals.items():
+            for door, original in self.originals.copy().items():
                 if value is original:
                     vars(module)[name] = door
 
@@ -90,8 +92,11 @@ class Doors:
             original = vars(module).get(function)
             if original is None or original in self.originals:
                 continue  # this version of torch does not have it; or it is done
+            name_in_torch, patch = f"{module.__name__}.{function}", _patch(original)
             if not has_ours:
-                self.left_alone[f"{module.__name__}.{function}"] = "holdfast has no such function"
+                self.left_alone[name_in_torch] = "holdfast has no such function"
+            elif patch:
+                self.left_alone[name_in_torch] = f"{patch} has replaced it"
             elif original not in self.originals.values():
                 self.originals[self._door(original, ours, function)] = original
 
@@ -115,6 +120,25 @@ class Doors:
             return original(*args, **kwargs)
         finally:
             self._in_torch.is_on = before
+
+
+def _wait_for_import(name: str) -> None:
+    """If another thread is importing a module, wait until it has its functions."""
+    module = sys.modules.get(name)
+    if module is not None and getattr(module.__spec__, "_initializing", False):
+        with contextlib.suppress(ImportError):  # that thread raises it
+            importlib.import_module(name)
+
+
+_DECORATORS = {"torch", "typing_extensions", "warnings", "contextlib", "functools"}
+"""Packages whose code stands where torch's functions are: its own, and those that it decorates them with."""
+
+
+def _patch(function: Function) -> str:
+    """The module that has put a function of its own in the place of torch's; empty if none has."""
+    # Not by its __module__, which decorators copy.
+    home = str(getattr(function, "__globals__", {}).get("__name__", "an object"))
+    return "" if home.partition(".")[0] in _DECORATORS else home
 
 
 def _is_ours(module: str) -> bool:

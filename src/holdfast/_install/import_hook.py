@@ -40,9 +40,10 @@ def _open_doors_after(spec: "ModuleSpec") -> None:
         # The loader stays with the module. It must be as it was.
         del loader.exec_module
         loader.exec_module(module)
-        from holdfast._install.doors import doors  # noqa: PLC0415 - torch is being imported: time has come
+        if is_watching():
+            from holdfast._install.doors import doors  # noqa: PLC0415 - torch is being imported: time has come
 
-        doors.open_module(module)
+            doors.open_module(module)
 
     loader.exec_module = execute
 

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 from holdfast._fsspec_filesystem import FsspecReader, FsspecWriter
 from holdfast._install.door_table import PACKAGE
 from holdfast._install.install_options import InstallOptions
+from holdfast._install.own_metadata import ReaderWithOwnMetadata
 from holdfast._storage.safetensors_layout import ExportOptions
 from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner, EmptyStateDictLoadPlanner
 from holdfast.extension import ExtensionRegistry
 from holdfast.filesystem import FileSystemReader, FileSystemWriter
 from holdfast.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from holdfast.metadata import Metadata
 from holdfast.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from holdfast.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 
@@ -209,23 +209,6 @@ def _hf_writer(writer: Any, _: InstallOptions) -> Recipe:
     return Recipe(HuggingFaceStorageWriter, {"path": path, **arguments}, attributes)
 
 
-class _ReaderWithOwnMetadata(FileSystemReader):
-    """Reads as ours do, and only the keys that a stranger's ``read_metadata`` knows."""
-
-    stranger: Any = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata of the checkpoint, as far as the stranger's has it."""
-        kept = self.stranger.read_metadata(*args, **kwargs).state_dict_metadata
-        metadata = super().read_metadata(*args, **kwargs)
-        if kept.keys() == metadata.state_dict_metadata.keys():
-            return metadata
-        metadata.state_dict_metadata = {
-            key: entry for key, entry in metadata.state_dict_metadata.items() if key in kept
-        }
-        return metadata
-
-
 def _reader(kind: Callable[..., Any], reader: Any, options: InstallOptions) -> Recipe:
     path, attributes = _place(reader)
     arguments = {"path": path, "allow_pickle": bool(options.allow_pickle)}
@@ -234,7 +217,7 @@ def _reader(kind: Callable[..., Any], reader: Any, options: InstallOptions) -> R
         own = [one for one in registry.extensions.values() if not one.__module__.startswith(PACKAGE)]
         arguments["_extension_registry"] = _registry_with(tuple(own)) if own else None
     if _has_own_metadata(reader):
-        return Recipe(_ReaderWithOwnMetadata, arguments, {**attributes, "stranger": reader})
+        return Recipe(ReaderWithOwnMetadata, arguments, {**attributes, "stranger": reader})
     return Recipe(kind, arguments, attributes)
 
 

@@ -16,6 +16,8 @@ def run(arguments: argparse.Namespace) -> int:
         UsageError: There is no such command.
     """
     words: list[str] = arguments.words
+    if words[0] == "--" and len(words) > 1:
+        words = words[1:]  # as other commands that run a command have it
     if words[0].endswith(".py"):
         words = [sys.executable, *words]
     sys.stdout.flush()
