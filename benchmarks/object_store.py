@@ -52,17 +52,17 @@ def object_store_cases(scale: float) -> list[Case]:
             "object-store",
             f"client of a local S3 server, {_size(many)}",
             cpu,
-            2 * many.nbytes,
+            3 * many.nbytes,
             3,
             lambda job: _run_cpu(job, many),
-            "a new process for each save and load, user and system time of all its threads; torch is its "
-            "FsspecWriter and FsspecReader over s3fs",
+            "a new process for each save and load, which has done the same once before; user and system time "
+            "of all its threads; torch is its FsspecWriter and FsspecReader over s3fs",
         ),
         Case(
             "object-store-memory",
             f"extra memory, a local S3 server, {_size(large)}",
             memory,
-            2 * large.nbytes,
+            3 * large.nbytes,
             1,
             lambda job: _run_memory(job, large),
         ),

@@ -1,7 +1,5 @@
 """Sharded safetensors files, as stock torch writes them, joined into the files of a model; torch's names."""
 
-import contextlib
-import importlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -90,9 +88,6 @@ def _consolidate(
     num_threads: int,
     **options: Any,
 ) -> None:
-    # Programs that import only safetensors read the result with safetensors.torch: torch imports it here too.
-    with contextlib.suppress(ImportError):
-        importlib.import_module("safetensors.torch")
     writer = HuggingFaceStorageWriter(output_dir, mapping, num_threads)
     planner = _JoiningPlanner(input_dir, mapping)
     save({}, storage_writer=writer, planner=planner, **options)

@@ -1,5 +1,7 @@
 """Models as safetensors files, as Hugging Face's libraries read and write them, under torch's names."""
 
+import contextlib
+import importlib
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -80,6 +82,9 @@ class HuggingFaceStorageWriter(SafetensorsWriter, FileSystemWriter):
         rename: Rename | None = None,
         memory_budget: int = DEFAULT_BUDGET,
     ) -> None:
+        # Programs that import only safetensors read the files with safetensors.torch: torch's writer imports it.
+        with contextlib.suppress(ImportError):
+            importlib.import_module("safetensors.torch")
         FileSystemWriter.__init__(self, path, thread_count=thread_count, memory_budget=memory_budget)
         if fqn_to_index_mapping is not None and max_shard_size is not None:
             raise UsageError("give either fqn_to_index_mapping or max_shard_size: both divide the tensors")

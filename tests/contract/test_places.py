@@ -76,3 +76,11 @@ def test_a_scheme_that_nobody_entered_is_refused_and_the_known_ones_are_named(
     assert "Cannot detect which storage" in capsys.readouterr().err
     assert not hf.FileSystemReader.validate_checkpoint_id("nowhere://a")
     assert hf.FileSystemReader.validate_checkpoint_id(tmp_path)
+
+
+@pytest.mark.parametrize("url", ["file://", "file://localhost"])
+def test_a_url_of_no_folder_is_refused(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="names no folder"):
+        hf.save(state(1.0), checkpoint_id=url)
+    assert list(tmp_path.iterdir()) == []

@@ -5,6 +5,7 @@ import pickle
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from holdfast._format.names import data_file_name, parse_data_file
 from holdfast._io.bucket_client import CLASSES, BucketAccess, S3Keys
 from holdfast._io.places import STORES, open_bucket, open_place
 from holdfast._io.s3_uploads import sign
+from holdfast.cli import main
 from holdfast.errors import StorageError, UsageError
 
 URL = "s3://bucket/run/step-1"
@@ -109,6 +111,32 @@ def test_a_url_with_a_user_or_a_port_is_refused_and_not_shown(url: str) -> None:
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize("url", ["s3://", "s3:///run/step-1", "gs:///", "az:////x"])
+def test_a_url_without_a_bucket_is_refused_and_no_folder_is_made(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one made from a variable that is empty."""
+    monkeypatch.chdir(tmp_path)
+    for act in (
+        lambda: holdfast.save({"a": 0}, checkpoint_id=url),
+        lambda: holdfast.load({"a": 0}, checkpoint_id=url),
+        lambda: holdfast.ObjectStoreWriter(url),
+        lambda: holdfast.open(url),
+        lambda: holdfast.CheckpointManager(url),
+    ):
+        with pytest.raises(UsageError, match="names no bucket"):
+            act()
+    assert main(["ls", url]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("prefix", ["a//b", "a/./b", "../a", "a/.."])
+def test_names_that_a_store_does_not_have_are_refused(prefix: str) -> None:
+    """A URL parser would take them for a way through folders, and the store for a name."""
+    with pytest.raises(UsageError, match=r"no '\.\.' and no empty name"):
+        holdfast.save({"a": 0}, checkpoint_id=f"s3://bucket/{prefix}")
+
+
 @pytest.mark.parametrize(
     "endpoint",
     [
@@ -126,6 +154,25 @@ def test_an_endpoint_that_is_no_address_is_refused(monkeypatch: pytest.MonkeyPat
     with pytest.raises(UsageError, match=r"is no address such as https://") as caught:
         holdfast.load({"a": 0}, checkpoint_id=URL)
     assert caught.value.found == endpoint
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"options": {"allow_http": True}}, "client_options, without a prefix. It has allow_http"),
+        ({"options": {"AWS_TIMEOUT": "5s"}}, "pass it in client_options"),
+        ({"client_options": {"tiemout": "5s"}}, "tiemout"),
+        ({"retry": {"max_retry": 5}}, "no 'max_retry'; it has max_retries, retry_timeout, backoff"),
+        ({"retry": {"backoff": {"bas": 2}}}, "no 'bas'; it has init_backoff"),
+    ],
+)
+def test_a_setting_at_the_wrong_place_or_with_a_typing_error_is_named(
+    settings: dict[str, Any], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reader = holdfast.ObjectStoreReader(URL, **settings)
+    with pytest.raises(UsageError, match=words):
+        holdfast.load({"a": 0}, storage_reader=reader)
+    capfd.readouterr()
 
 
 @pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN", "AWS_REGION"])

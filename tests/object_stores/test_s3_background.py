@@ -3,11 +3,12 @@
 import concurrent.futures
 import multiprocessing
 import os
+import threading
 from typing import Any
 
 import pytest
 from tests.object_stores.states import load, save, state_of, store_of
-from tests.support.s3_faults import Answer
+from tests.support.s3_faults import Answer, S3Request
 from tests.support.s3_proxy import S3Proxy
 from tests.support.s3_server import S3Server
 
@@ -72,6 +73,33 @@ def test_a_save_in_the_background_can_be_cancelled(
     assert gate.reached.wait(30)
     assert future.cancel()
     gate.open()
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result()
+    assert load(place) == 1.0
+    assert len(store_of(place, s3).names()) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cancelled_save_is_cancelled_also_if_the_server_refuses_what_was_under_way(
+    proxy: S3Proxy, s3: S3Server, place: str, kind: AsyncCheckpointerType
+) -> None:
+    """Cancelling is what one does if the server is ill. It is no failure that is told of later."""
+    save(place, 1.0)
+    all_sent, cancelled = threading.Event(), threading.Event()
+
+    def refuse(request: S3Request) -> Answer | None:
+        if "partNumber" not in request.query:
+            return None
+        if request.query["partNumber"] == "6":
+            all_sent.set()  # the save has nothing more to do but to wait
+        cancelled.wait()
+        return Answer(403)
+
+    proxy.rules.append(refuse)
+    future = _begin(place, 2.0, kind, LARGE)
+    assert all_sent.wait(30)
+    assert future.cancel()
+    cancelled.set()
     with pytest.raises(concurrent.futures.CancelledError):
         future.result()
     assert load(place) == 1.0

@@ -267,3 +267,19 @@ def test_credentials_that_fail_in_the_middle_are_told_with_a_remedy(
     proxy.rules.clear()
     assert load(place) == 1.0
     assert len(store_of(place, s3).names()) == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(301, "PermanentRedirect"), (400, "AuthorizationHeaderMalformed")]
+)
+def test_a_bucket_of_another_region_is_told_at_once(
+    proxy: S3Proxy, place: str, status: int, code: str
+) -> None:
+    """As AWS answers: without a place to go to."""
+    body = f"<?xml version='1.0'?><Error><Code>{code}</Code></Error>".encode()
+    proxy.on(Answer(status, body=body, headers={"x-amz-bucket-region": "eu-west-1"}))
+    for act in (load, lambda url: save(url, 1.0)):
+        proxy.clear()
+        with pytest.raises(StorageError, match="another region: set AWS_REGION"):
+            act(place)
+        assert len(proxy.requests) == 1

@@ -12,7 +12,7 @@ from holdfast._format.names import METADATA, metadata_rank, parse_data_file
 from holdfast._format.safetensors import SUFFIX
 from holdfast._format.safetensors_index import INDEX, find_index
 from holdfast._io.blocks import BLOCK_SIZE
-from holdfast._io.places import local_path, open_file_place, open_place
+from holdfast._io.places import local_path, open_file_place, open_place, without_end_slashes
 from holdfast._io.store import FileSource
 from holdfast.errors import CheckpointNotFoundError
 
@@ -139,8 +139,7 @@ def _with_file(store: FileSource, name: str, path: str) -> FileSource:
 
 
 def _in_folder(path: str) -> Checkpoint:
-    # A URL without a name in it must stay one: its store says what is missing.
-    store = open_place(path if path.endswith("://") else path.rstrip("/") or "/")
+    store = open_place(without_end_slashes(path))
     names = store.names()
     if METADATA in names:
         return Checkpoint(store, [(None, METADATA)])

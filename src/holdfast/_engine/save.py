@@ -1,7 +1,6 @@
 """A save, from top to bottom."""
 
 from collections.abc import Sequence
-from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -189,8 +188,8 @@ class _SaveSteps:
         self._cancellation.check()
         try:
             results = self._writer.write(final, self._planner)
-        except CancelledError:
-            self._cancellation.check()
+        except Exception:
+            self._cancellation.check()  # also if a write that was under way has failed
             raise
         if not self._exchange.is_coordinator:
             # The coordinator may commit as soon as it is told of the results.

@@ -1,7 +1,5 @@
 """Calls our functions for those who call torch's: arguments translated, options added, answers as torch's."""
 
-import contextlib
-import importlib
 import logging
 import os
 import sys
@@ -12,12 +10,10 @@ from typing import Any
 import torch.distributed as dist
 
 from holdfast._install.answers import make_torchs, torch_futures, torch_metadata
-from holdfast._install.door_table import DOORS
 from holdfast._install.install_options import InstallOptions
 from holdfast._install.stock_classes import Translator, full_name, is_stock
 from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from holdfast.errors import CheckpointException
-from holdfast.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from holdfast.state_dict_saver import AsyncCheckpointerType
 
 logger = logging.getLogger("holdfast.install")
@@ -44,8 +40,6 @@ class Calls:
     def call(self, function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Call ``function``, which stands for torch's of that name, and return what torch's would return."""
         given = self._given(name, args, kwargs)
-        if name in DOORS["_consolidate_hf_safetensors"] or any(map(_is_of_safetensors, given[1].values())):
-            _import_safetensors()
         try:
             made = function(*given[0], **given[1])
         except CheckpointException as error:
@@ -85,16 +79,6 @@ class Calls:
             named["planner"] = DefaultLoadPlanner(**self.options.for_load_planner())
         elif name not in _LOADS and self.options.for_save_planner():
             named["planner"] = DefaultSavePlanner(**self.options.for_save_planner())
-
-
-def _is_of_safetensors(value: Any) -> bool:
-    return isinstance(value, HuggingFaceStorageWriter | HuggingFaceStorageReader)
-
-
-def _import_safetensors() -> None:
-    """As torch's functions do: programs that import only ``safetensors`` then find ``safetensors.torch``."""
-    with contextlib.suppress(ImportError):
-        importlib.import_module("safetensors.torch")
 
 
 def _keep_true(theirs: Any, ours: Any) -> None:

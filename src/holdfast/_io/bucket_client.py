@@ -29,7 +29,7 @@ CLASSES = {
 _CLIENT = {"timeout": "15min", "read_timeout": "2min", "connect_timeout": "10s"}
 # obstore's own waits are so short that its ten retries may be over after 1.4 s, when a server that was killed
 # is not back yet.
-_RETRY = {
+_RETRY: dict[str, Any] = {
     "max_retries": 30,
     "retry_timeout": timedelta(minutes=3),
     "backoff": {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=5), "base": 2},
@@ -83,6 +83,16 @@ class BucketAccess:
     client_options: Mapping[str, Any] = field(default_factory=dict)
     retry: Mapping[str, Any] = field(default_factory=dict)
     credential_provider: Callable[[], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.bucket:
+            raise UsageError(f"{self.url} names no bucket: write s3://bucket/run/step-100", path=self.url)
+        if self.prefix and {"", ".", ".."} & set(self.prefix.split("/")):
+            raise UsageError(
+                f"{self.url}: a URL of an object store has no '.', no '..' and no empty name between its "
+                "slashes; write the names of the objects as the store has them",
+                path=self.url,
+            )
 
     @property
     def kind(self) -> str:
@@ -182,6 +192,7 @@ class BucketAccess:
         elif endpoint and self.kind == "GCSStore":
             config.pop("endpoint", None)  # obstore's name for it is another one here
             config.setdefault("base_url", endpoint if "://" in endpoint else f"http://{endpoint}")
+        self._check_retry()
         client = {**_CLIENT, **self.client_options}
         if endpoint and not endpoint.startswith("https://"):
             client.setdefault("allow_http", True)
@@ -198,6 +209,25 @@ class BucketAccess:
         except Exception as error:
             reason = str(error).partition("\n")[0]
             raise UsageError(f"{self.url}: the object store cannot be opened: {reason}") from error
+        except BaseException as error:
+            # obstore's code in Rust breaks off at such names.
+            if "config prefix" not in str(error):
+                raise
+            raise UsageError(
+                f"{self.url}: options has a setting of the HTTP client, such as timeout or allow_http: "
+                f"pass it in client_options, without a prefix. It has {', '.join(self.options)}",
+                path=self.url,
+            ) from error
+
+    def _check_retry(self) -> None:
+        """Raise UsageError for names that obstore would ignore."""
+        for given, known in ((self.retry, _RETRY), (self.retry.get("backoff") or {}, _RETRY["backoff"])):
+            for name in given.keys() - known.keys():
+                raise UsageError(
+                    f"{self.url}: retry has no {name!r}; it has {', '.join(known)}",
+                    path=self.url,
+                    found=name,
+                )
 
     def _check_address(self, endpoint: str | None) -> None:
         """Raise UsageError for what obstore would ignore, or take for an address and break off at."""

@@ -19,8 +19,10 @@ PAUSES = (0.2, 0.5, 1.0, 2.0, 4.0)
 _HINTS = {
     "/latest/api/token": "No credentials are in the environment or in ~/.aws, and this machine has none.",
     "/latest/meta-data": "No credentials are in the environment or in ~/.aws, and this machine has none.",
-    "status code: 301": "The bucket is in another region: set AWS_REGION.",
-    "PermanentRedirect": "The bucket is in another region: set AWS_REGION.",
+    **dict.fromkeys(
+        ("redirect without LOCATION", "PermanentRedirect", "AuthorizationHeaderMalformed"),
+        "The bucket is in another region: set AWS_REGION.",
+    ),
     "ExpiredToken": "The credentials have expired: get new ones, or pass a credential_provider that does.",
     "RequestTimeTooSkewed": "The clock of this machine is wrong.",
     "SignatureDoesNotMatch": "The secret key is wrong, or a proxy has changed the request.",
@@ -30,7 +32,7 @@ _HINTS = {
     ),
 }
 
-_FINAL = ("max_retries", "status code: 4")
+_FINAL = ("max_retries", "status code: 4", "redirect without LOCATION")
 _REFUSED = ("status code: 403 ", "ExpiredToken")  # what a listing is answered, and 400 or 403
 
 

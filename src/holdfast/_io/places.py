@@ -64,7 +64,8 @@ def open_place(place: str | os.PathLike[str], *, page_cache: PageCache = "auto")
     path = os.fspath(place)
     scheme, _, rest = path.partition(":")
     if scheme in STORES:
-        return STORES[scheme](f"{scheme}://{rest.lstrip('/')}")
+        # A third slash ends the name of a bucket that is empty: no path object writes that.
+        return STORES[scheme](path if rest.startswith("///") else f"{scheme}://{rest.lstrip('/')}")
     if knows_scheme(scheme):
         # A URL that begins with an empty host, hdfs:///run, stays what it is.
         return open_fsspec_url(re.sub(r":/(?![/:])", "://", path, count=1), page_cache=page_cache)
@@ -124,6 +125,12 @@ def path_text(place: object, what: str) -> str:
     return text
 
 
+def without_end_slashes(path: str) -> str:
+    """A path or URL without slashes at its end. The root, and a URL that names nothing, keep them."""
+    trimmed = path.rstrip("/")
+    return path if not trimmed or trimmed.endswith(":") else trimmed
+
+
 def local_path(place: str | os.PathLike[str]) -> str | None:
     """The folder that a path or a URL of the scheme ``file`` names; None for another URL.
 
@@ -138,4 +145,6 @@ def local_path(place: str | os.PathLike[str]) -> str | None:
         return None
     if url.query or url.fragment:
         raise UsageError(f"{path}: in a file:// URL write %3F for '?' and %23 for '#'", path=path)
+    if not url.path:
+        raise UsageError(f"{path} names no folder: write file:///runs/1", path=path)
     return unquote(url.path)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from holdfast._format.names import METADATA
-from holdfast._io.places import local_path, open_place, path_text
+from holdfast._io.places import local_path, open_place, path_text, without_end_slashes
 from holdfast._io.store import ByteStore
 from holdfast._steps.root_files import (
     ABANDONED,
@@ -44,7 +44,7 @@ class RunRoot:
         path = path_text(place, "the root of a run")
         folder = local_path(path)
         # A run may change its working directory.
-        self.place = os.path.abspath(folder) if folder is not None else path.rstrip("/")
+        self.place = os.path.abspath(folder) if folder is not None else without_end_slashes(path)
         self.store: ByteStore = open_place(self.place)
         self.names = names
         self.metadata = StepMetadata(self.store, self.open_step)
