@@ -82,7 +82,7 @@ class HuggingFaceStorageWriter(SafetensorsWriter, FileSystemWriter):
         rename: Rename | None = None,
         memory_budget: int = DEFAULT_BUDGET,
     ) -> None:
-        # Programs that import only safetensors read the files with safetensors.torch: torch's writer imports it.
+        # Programs that only import safetensors read the files with safetensors.torch, which torch imports.
         with contextlib.suppress(ImportError):
             importlib.import_module("safetensors.torch")
         FileSystemWriter.__init__(self, path, thread_count=thread_count, memory_budget=memory_budget)
