@@ -46,7 +46,8 @@ class Lease:
         claim: The lock that goes with it.
 
     Attributes:
-        dead: The saves whose leases were found and removed when this one was taken: they were killed.
+        dead: The saves whose leases were found and removed when this one was taken, because they were killed,
+            and the killed saves that these had found in the same way.
         left_by_dead: What these would have removed after their commits, as in ``LeaseHolder.replaces``.
     """
 
@@ -79,13 +80,15 @@ class Lease:
         Args:
             replaces: As in ``LeaseHolder``.
         """
-        self._file.note_replaced(replaces)
+        self._file.note(replaces=replaces)
 
     def inherit(self, dead: Mapping[str, LeaseHolder | None]) -> None:
         """End the leases of dead saves, given by their names, and take over what these had to remove."""
+        holders = [holder for holder in dead.values() if holder]
         self.dead |= {save for name in dead if (save := save_of_lease(name))}
-        self.left_by_dead |= {left for holder in dead.values() if holder for left in holder.replaces}
-        self.note_replaced(self.dead | self.left_by_dead)
+        self.dead |= {save for holder in holders for save in holder.dead}
+        self.left_by_dead |= {left for holder in holders for left in holder.replaces}
+        self._file.note(replaces=self.left_by_dead, dead=self.dead)
         self._store.delete(dead)
 
     def keep(self) -> None:

@@ -69,6 +69,6 @@ def claim_folder(path: str, *, shared: bool) -> Claim | None:
         if isinstance(error, BlockingIOError):
             return None
         if error.errno not in _CANNOT:
-            raise
+            raise OSError(error.errno, error.strerror, path) from error
         return Claim()
     return FolderClaim(fd)

@@ -95,9 +95,9 @@ def _copied_object(original: Any, memo: Memo, state: Any) -> Any:
     value = original
     try:
         if isinstance(value, torch.Tensor):
-            # deepcopy refuses a tensor that is the result of an operation, and compressed sparse ones.
+            # deepcopy refuses a tensor that is the result of an operation, compressed sparse and nested ones.
             value = value.detach()
-            if value.layout != torch.strided:
+            if value.layout != torch.strided or value.is_nested:
                 made = memo[id(original)] = value.clone()
                 return made
         return copy.deepcopy(value, memo)
