@@ -430,9 +430,7 @@ def test_a_nested_tensor_is_replaced_by_one_of_the_same_parts(
     hf.load(state, checkpoint_id=tmp_path)
     assert [part.tolist() for part in state["ragged"].unbind()] == [[[1, 1]] * 2, [[1, 1]] * 3]
     other = _nested([3, 2], layout, 0.0)
-    with pytest.raises(
-        ShapeMismatchError, match=r"ragged: the checkpoint has the shape .* leave the key out"
-    ):
+    with pytest.raises(ShapeMismatchError, match=r"ragged: .* the shape .* leave the key out"):
         hf.load({"ragged": other}, checkpoint_id=tmp_path)
 
 

@@ -264,7 +264,7 @@ def test_a_key_whose_type_cannot_be_kept_is_refused(tmp_path: Path, key: Any) ->
 def test_a_name_that_is_no_text_is_refused_before_anything_is_written(
     tmp_path: Path, state: dict[Any, Any]
 ) -> None:
-    with pytest.raises(CheckpointException, match="udc80.* half of a character"):
+    with pytest.raises(CheckpointException, match=r"udc80.* half of a character"):
         save(state, tmp_path)
     assert os.listdir(tmp_path) == []
 
