@@ -264,7 +264,9 @@ def test_a_folder_that_cannot_be_locked_is_named(
         raise OSError(errno.EIO, "the disk is broken")
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    assert _failure_of(lambda: store.claim(shared=False)) == (errno.EIO, str(tmp_path))
+    with pytest.raises(OSError) as caught:
+        store.claim(shared=False)
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(tmp_path))
 
 
 @pytest.mark.parametrize("most", [1, 4096, 100_000, 3 * MIB])

@@ -37,6 +37,7 @@ from holdfast.metadata import (
     TensorStorageMetadata,
 )
 from holdfast.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from holdfast.state_dict_saver import SaveFuture
 from holdfast.testing import drive_save
 
 
@@ -422,7 +423,9 @@ def test_a_nested_tensor_is_replaced_by_one_of_the_same_parts(
 ) -> None:
     saved = {"ragged": _nested([2, 3], layout, 1.0)}
     if in_background:
-        hf.async_save(saved, checkpoint_id=tmp_path).result()
+        saving = hf.async_save(saved, checkpoint_id=tmp_path)
+        assert isinstance(saving, SaveFuture)
+        saving.result()
     else:
         hf.save(saved, checkpoint_id=tmp_path)
     assert caplog.messages == []
