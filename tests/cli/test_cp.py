@@ -2,11 +2,15 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import python_environment
 from tests.support.stock_torch import stock_save
 
 import holdfast
@@ -51,6 +55,32 @@ def test_another_checkpoint_is_replaced_only_if_asked_for(
     assert capsys.readouterr().out == ""
     assert files(tmp_path / "b") == files(tmp_path / "a")
     assert load(tmp_path / "b") == 1.0
+
+
+KILLED_SAVE = """
+import os, signal, sys
+import holdfast, torch
+
+class Killed(holdfast.DefaultSavePlanner):
+    def resolve_data(self, item):
+        if item.index.fqn == "y":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().resolve_data(item)
+
+writer = holdfast.FileSystemWriter(sys.argv[1], single_file_per_rank=False)
+holdfast.save({"x": torch.ones(9), "y": torch.ones(5)}, storage_writer=writer, planner=Killed())
+"""
+
+
+@pytest.mark.slow
+def test_what_a_killed_save_left_in_the_target_goes(tmp_path: Path) -> None:
+    save(tmp_path / "a", 1.0)
+    program = [sys.executable, "-c", KILLED_SAVE, str(tmp_path / "b")]
+    ended = subprocess.run(program, check=False, env=python_environment())
+    assert ended.returncode == -signal.SIGKILL
+    assert any(name.endswith(".distcp") for name in os.listdir(tmp_path / "b"))
+    assert main(["cp", str(tmp_path / "a"), str(tmp_path / "b"), "-q"]) == 0
+    assert files(tmp_path / "b") == files(tmp_path / "a")
 
 
 def test_a_damaged_source_is_not_copied_and_the_target_stays(

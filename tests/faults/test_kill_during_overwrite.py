@@ -63,6 +63,17 @@ def test_a_kill_at_any_call_leaves_the_old_checkpoint_or_the_new(tmp_path: Path,
     assert [kill for kill in kills if kill.stale] == [], "the save after a kill left stale files"
 
 
+@sweep(stride=3)
+@pytest.mark.slow
+def test_what_a_first_save_left_goes_though_the_next_one_is_killed_as_well(
+    tmp_path: Path, stride: int
+) -> None:
+    """Nothing was ever committed: only the leases tell that these files are of killed saves."""
+    kills = _run_kills(tmp_path, KILLED_BEFORE, stride)
+    assert {kill.found for kill in kills} == {"none", "new"}
+    assert [kill for kill in kills if kill.stale] == [], "the save after two kills left stale files"
+
+
 @sweep(stride=6)
 @pytest.mark.slow
 def test_kills_at_random_instants_leave_the_old_checkpoint_or_the_new(tmp_path: Path, stride: int) -> None:
@@ -84,6 +95,7 @@ def _run_kills(folder: Path, layout: str, stride: int = 1) -> list[Kill]:
 
 # What follows runs in the process that is started for it.
 
+KILLED_BEFORE = "a killed first save"
 RANDOM = "random instants"
 RANDOM_KILLS = 150
 
@@ -110,7 +122,11 @@ def _main(folder: str, layout: str, stride: int) -> None:
     def save(state: dict[str, Any]) -> None:
         hf.save(state, storage_writer=hf.FileSystemWriter(folder, _extensions=extensions, **options))
 
-    save(old)
+    if layout == KILLED_BEFORE:
+        assert next(point for n in itertools.count(20) if (point := run_and_kill(lambda: save(old), n)))
+        assert any(name.endswith(".distcp") for name in os.listdir(folder))
+    else:
+        save(old)
     before = contents(folder)
     kills: list[Kill] = []
     victim = _victim_of_the_clock if layout == RANDOM else run_and_kill
@@ -119,8 +135,8 @@ def _main(folder: str, layout: str, stride: int) -> None:
         point = victim(lambda: save(new), n)
         if point is None:
             break
-        found = load(folder, make(99))
-        which = "old" if same(found, old) else "new" if same(found, new) else "a mix"
+        found = load(folder, make(99)) if os.path.exists(f"{folder}/.metadata") else None
+        which = "old" if same(found, old) else "new" if same(found, new) else "a mix" if found else "none"
         save(later)
         assert same(load(folder, make(99)), later), f"the save after a kill {point} is not whole"
         kills.append(Kill(point, which, sorted(set(os.listdir(folder)) - committed_files(folder))))

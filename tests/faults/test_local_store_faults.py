@@ -239,6 +239,36 @@ def test_whichever_call_of_a_write_fails_it_is_raised_and_nothing_stays(store: L
     assert store.list() == {"f": 33 * MIB + 4}
 
 
+def test_a_disk_that_fails_while_a_file_is_read_is_named_also_if_the_file_cannot_be_closed(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.replace("f", b"content")
+    with store.open("f") as file:
+        close = os.close
+
+        def forgotten(fd: int, *reading: Any) -> None:
+            if not reading:
+                close(fd)  # a close that fails has closed all the same
+            raise OSError(errno.ESTALE, "the server has forgotten the file")
+
+        monkeypatch.setattr(os, "preadv", forgotten)
+        monkeypatch.setattr(os, "close", forgotten)
+        assert _failure_of(lambda: file.read_into(0, bytearray(7))) == (errno.ESTALE, str(tmp_path / "f"))
+    monkeypatch.undo()
+
+
+def test_a_folder_that_cannot_be_locked_is_named(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, "the disk is broken")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(OSError) as caught:
+        store.claim(shared=False)
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(tmp_path))
+
+
 @pytest.mark.parametrize("most", [1, 4096, 100_000, 3 * MIB])
 def test_a_system_that_takes_few_bytes_at_a_time_gets_them_all(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch, most: int

@@ -4,7 +4,7 @@ import copy
 import gc
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from holdfast.metadata import (
     TensorStorageMetadata,
 )
 from holdfast.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from holdfast.state_dict_saver import SaveFuture
 from holdfast.testing import drive_save
 
 
@@ -408,6 +409,32 @@ def test_sparse_tensors_are_not_replaced_by_others(
     state = {"sparse": _sparse(3, torch.float32) * 2}
     hf.load(state, checkpoint_id=tmp_path)
     assert state["sparse"].to_dense().tolist() == [[1, 1, 1]] * 3
+
+
+def _nested(lengths: Sequence[int], layout: torch.layout, value: float) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.full((n, 2), value) for n in lengths], layout=layout)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_nested_tensor_is_replaced_by_one_of_the_same_parts(
+    tmp_path: Path, layout: torch.layout, in_background: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = {"ragged": _nested([2, 3], layout, 1.0)}
+    if in_background:
+        saving = hf.async_save(saved, checkpoint_id=tmp_path)
+        assert isinstance(saving, SaveFuture)
+        saving.result()
+    else:
+        hf.save(saved, checkpoint_id=tmp_path)
+    assert caplog.messages == []
+    state = {"ragged": _nested([2, 3], layout, 0.0)}
+    hf.load(state, checkpoint_id=tmp_path)
+    assert [part.tolist() for part in state["ragged"].unbind()] == [[[1, 1]] * 2, [[1, 1]] * 3]
+    other = _nested([3, 2], layout, 0.0)
+    with pytest.raises(ShapeMismatchError, match=r"ragged: .* the shape .* leave the key out"):
+        hf.load({"ragged": other}, checkpoint_id=tmp_path)
 
 
 def test_an_empty_state_is_asked_for_where_the_checkpoint_builds_it(folder: Path) -> None:

@@ -6,7 +6,7 @@ import os
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import holdfast as hf
 from holdfast._plan.flatten import flatten, unflatten
-from holdfast.errors import PlanError, UsageError
+from holdfast.errors import CheckpointException, PlanError, UsageError
 from holdfast.state_dict_loader import _load_state_dict_from_keys
 
 
@@ -245,12 +245,28 @@ class Colour(enum.Enum):
     RED = 1
 
 
-@pytest.mark.parametrize("key", [Colour.RED, frozenset({1}), 1j], ids=repr)
+class Pair(NamedTuple):
+    first: int
+    second: int
+
+
+@pytest.mark.parametrize("key", [Colour.RED, frozenset({1}), 1j, Pair(1, 2), torch.Size([1])], ids=repr)
 def test_a_key_whose_type_cannot_be_kept_is_refused(tmp_path: Path, key: Any) -> None:
     with pytest.raises(PlanError, match="cannot be kept exactly") as caught:
         save({"a": {key: 1}}, tmp_path)
     assert caught.value.key == f"a.{key}"
     assert os.listdir(tmp_path) == []  # refused before anything is written
+
+
+@pytest.mark.parametrize(
+    "state", [{"a": {"\udc80": {}}}, {"a": {"\udc80": [1]}}, {("\udc80",): 1}], ids=ascii
+)
+def test_a_name_that_is_no_text_is_refused_before_anything_is_written(
+    tmp_path: Path, state: dict[Any, Any]
+) -> None:
+    with pytest.raises(CheckpointException, match=r"udc80.* half of a character"):
+        save(state, tmp_path)
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_state_that_contains_itself_is_refused(tmp_path: Path) -> None:

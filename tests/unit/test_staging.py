@@ -114,6 +114,15 @@ def test_awkward_tensors_are_copied_with_their_values(kind: str) -> None:
     assert not copied.requires_grad
 
 
+def test_attributes_of_tensors_are_copied_as_far_as_they_are_plain() -> None:
+    """Planners of frameworks tell by them how a tensor is divided, or who shares it."""
+    marked: Any = torch.ones(3)
+    marked.is_divided, marked.dim, marked.gradient = True, 1, torch.zeros(3)
+    copied = staged({"layers": [marked], "pair": (marked, 1)})
+    assert copied["layers"][0] is copied["pair"][0]
+    assert vars(copied["layers"][0]) == {"is_divided": True, "dim": 1}
+
+
 @needs_stock_stager
 def test_parameters_become_plain_tensors_as_with_torch() -> None:
     model = torch.nn.Linear(2, 2)

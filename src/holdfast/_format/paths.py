@@ -32,8 +32,8 @@ def encode_key(key: Any) -> list[Any]:
     """
     if key is None:
         return ["none"]
-    if isinstance(key, tuple):
-        return ["tuple", [["str", part] if type(part) is str else encode_key(part) for part in key]]
+    if type(key) is tuple:
+        return ["tuple", [_encode_text(part) if type(part) is str else encode_key(part) for part in key]]
     if type(key) is int:
         # MessagePack has 64 bits.
         return ["int", str(key)]
@@ -44,6 +44,14 @@ def encode_key(key: Any) -> list[Any]:
         "int, float, bool, bytes, None, or a tuple of these",
         key=str(key),
     )
+
+
+def _encode_text(part: str) -> list[Any]:
+    try:
+        part.encode()
+    except UnicodeEncodeError:
+        raise PlanError(f"the text {part!r} is not valid: it has half of a character") from None
+    return ["str", part]
 
 
 def decode_paths(keys: list[str], encoded: list[Any], *, path: str) -> dict[str, tuple[Any, ...]]:

@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 from holdfast._format.names import save_of_lease
 from holdfast._io.lease_file import LeaseFile, LeaseHolder
@@ -46,7 +47,8 @@ class Lease:
         claim: The lock that goes with it.
 
     Attributes:
-        dead: The saves whose leases were found and removed when this one was taken: they were killed.
+        dead: The saves whose leases were found and removed when this one was taken, because they were killed,
+            and the killed saves that these had found in the same way.
         left_by_dead: What these would have removed after their commits, as in ``LeaseHolder.replaces``.
     """
 
@@ -61,7 +63,8 @@ class Lease:
         self._left = threading.Event()
         self._thread: Worker | None = None
         # Nothing that the finalizer or the thread refers to may refer to the lease.
-        self._drop = weakref.finalize(self, _end, file, claim, self._over, self._left, self._owner)
+        self._end = partial(_end, file, claim, self._over, self._left, self._owner)
+        self._drop = weakref.finalize(self, self._end)
         self._drop.atexit = False
 
     def begin(self) -> None:
@@ -79,13 +82,17 @@ class Lease:
         Args:
             replaces: As in ``LeaseHolder``.
         """
-        self._file.note_replaced(replaces)
+        self._file.note(replaces=replaces)
 
     def inherit(self, dead: Mapping[str, LeaseHolder | None]) -> None:
         """End the leases of dead saves, given by their names, and take over what these had to remove."""
+        holders = [holder for holder in dead.values() if holder]
         self.dead |= {save for name in dead if (save := save_of_lease(name))}
-        self.left_by_dead |= {left for holder in dead.values() if holder for left in holder.replaces}
-        self.note_replaced(self.dead | self.left_by_dead)
+        self.dead |= {save for holder in holders for save in holder.dead}
+        self.left_by_dead |= {left for holder in holders for left in holder.replaces}
+        if dead:
+            self.leave()
+        self._file.note(replaces=self.left_by_dead, dead=self.dead)
         self._store.delete(dead)
 
     def keep(self) -> None:
@@ -127,24 +134,24 @@ class Lease:
             )
 
     def release(self) -> None:
-        """Remove the lease and let others in. Does nothing the second time, and nothing in a forked child."""
+        """Remove the lease and let others in. Does nothing in a forked child.
+
+        It does nothing the second time either, unless a signal's exception has cut off the first.
+        """
         try:
             self.pause()
-            if self._left.is_set() and os.getpid() == self._owner and self._drop.alive:
-                self._write_that_it_is_over()
         finally:
-            self._drop()
+            if self._drop.alive:
+                self._end()
+                self._drop.detach()
 
     def leave(self) -> None:
         """Let the lease stay when it is released: the next save removes what this one could not."""
         self._left.set()
 
-    def _write_that_it_is_over(self) -> None:
-        try:
-            self._file.rewrite(over=True)
-        except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
-            self._left.clear()
-            logger.warning("%s: what a save left cannot be noted: %s", self._store.url, error)
+    def settle(self) -> None:
+        """After ``inherit``: what the dead saves have left is removed."""
+        self._left.clear()
 
 
 def _renew(file: LeaseFile, over: threading.Event) -> None:
@@ -162,12 +169,21 @@ def _end(file: LeaseFile, claim: Claim, over: threading.Event, left: threading.E
     over.set()
     held_here.discard(file.name)
     try:
-        if not left.is_set():
+        if not (left.is_set() and _says_that_it_is_over(file)):
             file.store.delete([file.name])
     except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
         logger.warning("%s: the lease of a save could not be removed: %s", file.store.url, error)
     finally:
         claim.release()
+
+
+def _says_that_it_is_over(file: LeaseFile) -> bool:
+    try:
+        file.rewrite(over=True)
+    except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
+        logger.warning("%s: what a save left cannot be noted: %s", file.store.url, error)
+        return False
+    return True
 
 
 class _NoLease(Lease):
@@ -208,9 +224,10 @@ def take_lease(store: ByteStore, save_id: str, *, shared: bool) -> Lease:
         claim = store.claim(shared=shared)
         if claim is None:
             raise _taken(store, find_living(store))
-        file = LeaseFile(store, save_id, shared=shared)
-        lease = (Lease if store.can_list else _NoLease)(file, claim)
+        lease: Lease | None = None
         try:
+            file = LeaseFile(store, save_id, shared=shared)
+            lease = (Lease if store.can_list else _NoLease)(file, claim)
             lease.begin()
             living, dead = lease.others(store.names()) if store.can_list else ({}, {})
             in_the_way = [other for other in living.values() if not (shared and other.shared)]
@@ -219,7 +236,7 @@ def take_lease(store: ByteStore, save_id: str, *, shared: bool) -> Lease:
                 lease.inherit(dead)
                 return lease
         except BaseException:
-            lease.release()
+            (lease or claim).release()
             raise
         lease.release()
     raise _taken(store, in_the_way[0])

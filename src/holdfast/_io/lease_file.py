@@ -25,12 +25,14 @@ class LeaseHolder(ProcessIdentity):
         renewed_ns: When the lease was written, by the clock of its writer, for stores that tell no times.
         replaces: What the save removes once it has committed: saves whose data files go, and names of data
             files that tell no save. Who finds the lease of a killed save learns here what that one left.
+        dead: The killed saves whose leases it has removed, and whose files it may not have removed yet.
         over: Whether the save is over, and the lease stays only for what it could not remove.
     """
 
     shared: bool
     renewed_ns: int
     replaces: tuple[str, ...] = ()
+    dead: tuple[str, ...] = ()
     over: bool = False
 
     def __str__(self) -> str:
@@ -57,6 +59,7 @@ class LeaseFile:
         self.store, self.name = store, lease_name(save_id)
         self._shared = shared
         self._replaces: set[str] = set()
+        self._dead: set[str] = set()
 
     def write(self) -> None:
         """Make the file.
@@ -85,11 +88,12 @@ class LeaseFile:
         """Renew the file, in any thread; ``over`` as in ``LeaseHolder``. False if it is gone."""
         return self.store.rewrite(self.name, self._content(over=over))
 
-    def note_replaced(self, replaces: Iterable[str]) -> None:
-        """Write down what the save removes once it has committed, besides what is noted already."""
-        before = len(self._replaces)
+    def note(self, *, replaces: Iterable[str] = (), dead: Iterable[str] = ()) -> None:
+        """Write down more of what the save removes, as in ``LeaseHolder``, besides what is noted already."""
+        before = len(self._replaces) + len(self._dead)
         self._replaces.update(replaces)
-        if len(self._replaces) != before:
+        self._dead.update(dead)
+        if len(self._replaces) + len(self._dead) != before:
             self.rewrite()
 
     def _content(self, *, over: bool = False) -> bytes:
@@ -98,6 +102,7 @@ class LeaseFile:
             shared=self._shared,
             renewed_ns=time.time_ns(),
             replaces=tuple(sorted(self._replaces.copy())),
+            dead=tuple(sorted(self._dead.copy())),
             over=over,
         )
         return msgspec.json.encode(holder)

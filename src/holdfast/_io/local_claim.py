@@ -16,7 +16,7 @@ _held: set[int] = set()
 
 
 class FolderClaim(Claim):
-    """A folder that is locked for one save, until it is released, dropped, or its process ends.
+    """A folder that is open to be locked for one save, until it is released, dropped, or its process ends.
 
     A forked child shares the lock. So the child closes its descriptor at once, lest the lock outlive a parent
     that is killed; and the parent unlocks before it closes, should a child hold a copy all the same.
@@ -24,19 +24,30 @@ class FolderClaim(Claim):
 
     def __init__(self, fd: int) -> None:
         _held.add(fd)
-        self._release = weakref.finalize(self, _unlock, fd, os.getpid())
+        self._fd, self._owner = fd, os.getpid()
+        self._drop = weakref.finalize(self, _unlock, fd, self._owner)
+
+    def lock(self, *, shared: bool) -> None:
+        """Lock the folder, beside other shared locks or alone.
+
+        Raises:
+            OSError: It is locked, or the file system cannot lock folders.
+        """
+        fcntl.flock(self._fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
 
     def release(self) -> None:
-        """Let others in. Does nothing the second time, and nothing in a forked child."""
-        self._release()
+        """Let others in. Does nothing the second time, unless a signal's exception has cut off the first."""
+        if self._drop.alive:
+            _unlock(self._fd, self._owner)
+            self._drop.detach()
 
 
 def _unlock(fd: int, owner: int) -> None:
-    if os.getpid() != owner:
+    if os.getpid() != owner or fd not in _held:
         return  # unlocking in a child would let others into the parent's folder
-    _held.discard(fd)
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
+    _held.discard(fd)
     with contextlib.suppress(OSError):
         os.close(fd)
 
@@ -61,14 +72,17 @@ def claim_folder(path: str, *, shared: bool) -> Claim | None:
         The claim; None if another save has locked the folder. Where the file system has no locks for
         folders, a claim that keeps nobody out.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    # It has an owner before it is locked: an exception of a signal may come between any two calls.
+    claim = FolderClaim(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
     try:
-        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(fd)
+        claim.lock(shared=shared)
+    except BaseException as error:
+        claim.release()
         if isinstance(error, BlockingIOError):
             return None
-        if error.errno not in _CANNOT:
+        if not isinstance(error, OSError):
             raise
+        if error.errno not in _CANNOT:
+            raise OSError(error.errno, error.strerror, path) from error
         return Claim()
-    return FolderClaim(fd)
+    return claim

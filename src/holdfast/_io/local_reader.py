@@ -1,5 +1,6 @@
 """Owns the reading of one local file: what the page cache has, and what it has not."""
 
+import contextlib
 import errno
 import os
 import sys
@@ -67,7 +68,7 @@ class LocalReader(FileReader):
         """Close the file. A read in another thread that is not over yet fails or completes."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            os.close(fd)
+            _close(fd)
 
     def read_whole_blocks(self, offset: int, view: memoryview, crcs: Sequence[int], block_size: int) -> None:
         self._check_range(offset, len(view))
@@ -120,7 +121,7 @@ class LocalReader(FileReader):
                 done = _read_past_cache(fd, offset, view, sums)
                 self._read_plain(self._fd, offset + done, view[done:], sums, _STEP_AHEAD)
         finally:
-            os.close(fd)
+            _close(fd)
 
     def is_hot(self) -> bool:
         """Whether the file seems to be in the page cache; False where that cannot be told."""
@@ -139,6 +140,12 @@ class LocalReader(FileReader):
             # Network and memory file systems cannot tell; their cache is the better way for all reads.
             self._direct = False
         return True
+
+
+def _close(fd: int) -> None:
+    # What was read is there, and checked. An error of a read that comes before this one must not be hidden.
+    with contextlib.suppress(OSError):
+        os.close(fd)
 
 
 def _read_past_cache(fd: int, offset: int, view: memoryview, sums: BlockSums | None) -> int:

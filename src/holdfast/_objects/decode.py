@@ -135,6 +135,10 @@ class _NeedsCareError(Exception):
     pass
 
 
+_MAKES_TENSORS = ("torch._utils", "torch._tensor", "torch.storage", "torch.nested._internal.nested_tensor")
+"""Modules of torch's whose functions make tensors. It is up to ``torch.load`` which of them it runs."""
+
+
 _STAND_INS = (functools.partial, StandIn, ArrayName, StorageName, TensorName)
 """What a pickle gets instead of the classes and functions that it names."""
 
@@ -160,7 +164,7 @@ class _Rules:
         return found
 
     def _find(self, module: str, name: str) -> Any:
-        if module in ("torch._utils", "torch._tensor", "torch.storage") or name.endswith("Storage"):
+        if module in _MAKES_TENSORS or name.endswith("Storage"):
             raise NeedsTorchError
         try:
             return find_allowed(module, name)

@@ -179,7 +179,7 @@ def check_replacement(key: str, value: Any, loaded: Any) -> None:
     if not (isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor)):
         return
     facts: list[tuple[type[PlanError], str, Any, Any]] = [
-        (ShapeMismatchError, "shape", tuple(loaded.shape), tuple(value.shape)),
+        (ShapeMismatchError, "shape", _whole_shape(loaded), _whole_shape(value)),
         (DtypeMismatchError, "dtype", loaded.dtype, value.dtype),
         (PlanError, "layout", loaded.layout, value.layout),
     ]
@@ -192,6 +192,11 @@ def check_replacement(key: str, value: Any, loaded: Any) -> None:
                 expected=expected,
                 found=found,
             )
+
+
+def _whole_shape(tensor: torch.Tensor) -> Any:
+    """The shape of a tensor, or of each part of a nested one, which has no shape that can be compared."""
+    return [tuple(part.shape) for part in tensor.unbind()] if tensor.is_nested else tuple(tensor.shape)
 
 
 def _repeats_memory(tensor: torch.Tensor) -> bool:

@@ -240,6 +240,8 @@ class _Flattening:
             self.slots[key] = slot
 
     def visit_dict(self, path: Path, value: Mapping[Any, Any]) -> None:
+        if path and not value:
+            check_text(flat_key(path))  # no leaf below has this name
         if isinstance(value, TensorParts):
             self.structure.containers[path] = Container("dict", len(self.leaves), value.about)
         elif isinstance(value, OrderedDict):

@@ -13,7 +13,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.tensor import DTensor
 
 from holdfast._staging.staging_copy import differs
-from holdfast._staging.state_tree import Memo, find_tensors, key_of
+from holdfast._staging.state_tree import IMMUTABLE, Memo, find_tensors, key_of
 from holdfast._tensors.checkpointable import shards_wrapper, with_shards
 from holdfast._tensors.chunks import is_sharded
 from holdfast._tensors.dtensors import around, local_tensor
@@ -39,7 +39,7 @@ class StateTensors:
             copies: The copy of each tensor in ``tensors``, in the same order.
         """
         remaining = iter(copies)
-        return {id(value): _rebuilt(value, remaining) for value in self._values}
+        return {id(value): _marked_as(value, _rebuilt(value, remaining)) for value in self._values}
 
     def _key_of(self, number: int) -> str:
         owners = [value for value in self._values for _ in _local_parts(value)]
@@ -97,6 +97,17 @@ def _rebuilt(value: torch.Tensor, copies: Iterator[torch.Tensor]) -> torch.Tenso
     # The object that has this number removes it from torch's list of sharded tensors when it is dropped.
     noted = {name: fact for name, fact in vars(value).items() if name != "_sharded_tensor_id"}
     vars(made).update(noted, _local_shards=shards)
+    return made
+
+
+def _marked_as(value: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    """Give a copy the attributes that a program has set on the tensor, for its planner to see.
+
+    Only numbers, text and the like: a tensor in an attribute may be as large as the state.
+    """
+    for name, mark in vars(value).items():
+        if type(mark) in IMMUTABLE:
+            setattr(made, name, mark)
     return made
 
 

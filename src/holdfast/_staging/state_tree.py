@@ -17,10 +17,11 @@ Memo: TypeAlias = dict[int, Any]
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
-_IMMUTABLE = {
+IMMUTABLE = {
     type(None), bool, int, float, complex, str, bytes, range, type, type(Ellipsis),
     torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format,
 }  # fmt: skip
+"""Classes of values that a copy of a state shares with the original."""
 
 
 def find_tensors(state: Any) -> dict[int, torch.Tensor]:
@@ -46,7 +47,7 @@ def _find(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None:
         if kind in _PLAIN or isinstance(entry, torch.Tensor):
             if is_tensor(entry) and (kind in _PLAIN or _has_known_shards(entry)):
                 found[id(entry)] = entry
-        elif kind not in _IMMUTABLE and isinstance(entry, Mapping | list | tuple):
+        elif kind not in IMMUTABLE and isinstance(entry, Mapping | list | tuple):
             _find(entry, found, seen)
 
 
@@ -71,7 +72,7 @@ def copy_around(state: Any, memo: Memo) -> Any:
 
 def _copied(value: Any, memo: Memo, state: Any) -> Any:
     kind = type(value)
-    if kind in _IMMUTABLE:
+    if kind in IMMUTABLE:
         return value
     known = memo.get(id(value), memo)
     if known is not memo:
@@ -95,9 +96,9 @@ def _copied_object(original: Any, memo: Memo, state: Any) -> Any:
     value = original
     try:
         if isinstance(value, torch.Tensor):
-            # deepcopy refuses a tensor that is the result of an operation, and compressed sparse ones.
+            # deepcopy refuses a tensor that is the result of an operation, compressed sparse and nested ones.
             value = value.detach()
-            if value.layout != torch.strided:
+            if value.layout != torch.strided or value.is_nested:
                 made = memo[id(original)] = value.clone()
                 return made
         return copy.deepcopy(value, memo)

@@ -118,8 +118,8 @@ def remove_dead(store: ByteStore, lease: Lease) -> None:
         store.abort_unfinished(lambda name: known_by(name) in gone)
     except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
         logger.warning("%s: files of a killed save could not be removed: %s", store.url, error)
-        lease.leave()
     else:
+        lease.settle()
         if doomed:
             logger.info("%s: removed %s, left by a killed save", store.url, describe_data_files(doomed))
 
@@ -150,9 +150,12 @@ def remove_replaced(
             store.delete(_removable(store, lease, set(used), replaced, footer, rank))
         else:
             store.delete(replaced.difference(used))
-    except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
-        logger.warning("%s: files of an earlier save could not be removed: %s", store.url, error)
+    except BaseException as error:
         lease.leave()
+        if not isinstance(error, Exception):
+            raise
+        # Whatever it is: a stranger's file system may raise anything.
+        logger.warning("%s: files of an earlier save could not be removed: %s", store.url, error)
 
 
 def _removable(

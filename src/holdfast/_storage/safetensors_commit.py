@@ -99,9 +99,12 @@ class ModelCommit:
                 self._take_usual_names()
             self._put_checksums(new)
             self._remove_leftovers()
-        except Exception as error:  # noqa: BLE001 - the model is complete, and the rest is in the way only
-            logger.warning("%s: the model is saved, but not cleaned up: %s", self.store.url, error)
+        except BaseException as error:
             self.lease.leave()
+            if not isinstance(error, Exception):
+                raise
+            # Whatever it is: the model is complete, and the rest is in the way only.
+            logger.warning("%s: the model is saved, but not cleaned up: %s", self.store.url, error)
 
     def _remove_leftovers(self) -> None:
         """Remove files that killed saves did not give their names. They do not tell whose they are."""
@@ -237,16 +240,17 @@ def remove_dead_models(store: ByteStore, lease: Lease) -> None:
     try:
         names = store.names()
         used = files_of_index(store, names)
-        # Of saves, too, whose leases a save has removed that was killed before it came to this.
-        gone = lease.dead | lease.left_by_dead
         doomed = [
             name
             for name in names - used
-            if save_in_name(name) in gone or (used and name.endswith(SUFFIX) and name in lease.left_by_dead)
+            if save_in_name(name) in lease.dead or (used and name.endswith(SUFFIX) and name in lease.left_by_dead)
         ]
         if doomed:
             store.sync()  # the commit of the dead save may not be durable yet
             store.delete(doomed)
-    except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
-        logger.warning("%s: files of a killed save could not be removed: %s", store.url, error)
+    except BaseException as error:
         lease.leave()
+        if not isinstance(error, Exception):
+            raise
+        # Whatever it is: a stranger's file system may raise anything.
+        logger.warning("%s: files of a killed save could not be removed: %s", store.url, error)

@@ -119,6 +119,7 @@ class _CopiedPart:
         from holdfast._storage import cleanup  # noqa: PLC0415
 
         rank = self.part.rank
+        cleanup.remove_dead(self.target, lease)
         replaced = cleanup.files_to_replace(self.target, rank=rank)
         clashing = sorted(replaced & self.part.files.keys())
         if clashing:
