@@ -113,9 +113,7 @@ def remove_dead(store: ByteStore, lease: Lease) -> None:
         if doomed:
             store.sync()  # the commit of the dead save may not be durable yet
             store.delete(doomed)
-        # Of those, too, whose leases a save has removed that was killed before it came to this.
-        gone = lease.dead | lease.left_by_dead
-        store.abort_unfinished(lambda name: known_by(name) in gone)
+        store.abort_unfinished(lambda name: known_by(name) in lease.dead)
     except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
         logger.warning("%s: files of a killed save could not be removed: %s", store.url, error)
     else:

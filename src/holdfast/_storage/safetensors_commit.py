@@ -243,7 +243,8 @@ def remove_dead_models(store: ByteStore, lease: Lease) -> None:
         doomed = [
             name
             for name in names - used
-            if save_in_name(name) in lease.dead or (used and name.endswith(SUFFIX) and name in lease.left_by_dead)
+            if save_in_name(name) in lease.dead
+            or (used and name.endswith(SUFFIX) and name in lease.left_by_dead)
         ]
         if doomed:
             store.sync()  # the commit of the dead save may not be durable yet
