@@ -5,7 +5,6 @@ them. Then nothing commits a model as a whole: a file gets its name when it is c
 last.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,15 +12,9 @@ from typing import Any
 import torch
 
 from holdfast._format.item_table import StorageInfo
-from holdfast._format.safetensors import StoredTensor, build_header, place_tensors
+from holdfast._format.safetensors import StoredTensor
 from holdfast._format.safetensors_index import INDEX, build_index, is_shard, save_of_temporary, temporary_file
 from holdfast._hf_utils import (
-    CUSTOM_METADATA_KEY,
-    DCP_VERSION_KEY,
-    FORMAT_KEY,
-    FORMAT_VALUE,
-    HF_DCP_VERSION,
-    SAVED_OFFSETS_KEY,
     _gen_file_name,
 )
 from holdfast._io.progress import ProgressTracker
@@ -32,6 +25,7 @@ from holdfast._storage.safetensors_layout import (
     ExportFile,
     ExportOptions,
     ModelLayout,
+    header_attributes,
     places_of_rank,
     refuse_what_is_no_tensor,
     stored_tensor,
@@ -86,21 +80,18 @@ def write_alone(
     items = [_as_tensor(item, may_be_part=shard is not None) for item in plan.items]
     names = {item.index.fqn: options.new_name(item.index.fqn) for item in items}
     offsets = {names[item.index.fqn]: _offsets(item) for item in plan.items}
-    headers: dict[str, bytes] = {}
     files: list[ExportFile] = []
     for name, tensors in _files(items, options, told, shard).items():
-        attributes = _attributes(tensors, None if shard is None else offsets)
-        files.append(
-            ExportFile(name, temporary_file(len(files), save_id), *place_tensors(tensors, attributes))
-        )
-        headers[name] = build_header(files[-1].tensors, attributes)
+        parts = None if shard is None else {tensor.key: offsets[tensor.key] for tensor in tensors}
+        temporary = temporary_file(len(files), save_id)
+        files.append(ExportFile.of(name, temporary, tensors, header_attributes(parts)))
     whole = replace(plan, items=items)
     whole = replace(whole, storage_data=places_of_rank(ModelLayout(files, names), whole))
     try:
         for file in files:
             store.reserve(file.temporary, file.nbytes)
             with store.open_ranges(file.temporary) as output:
-                output.write_at(0, memoryview(headers[file.name]))
+                output.write_at(0, memoryview(file.header()))
         results = write_chunks(store, whole, planner, threads=threads, budget=budget, progress=progress)
         for file in files:
             store.rename(file.temporary, file.name)
@@ -162,17 +153,6 @@ def _files(
             )
         of_file[tensor.key] = tensor
     return {name: list(of_file.values()) for name, of_file in files.items()}
-
-
-def _attributes(
-    tensors: Sequence[StoredTensor], offsets: Mapping[str, Sequence[int]] | None
-) -> dict[str, str]:
-    """What the header of a file says besides its tensors; of parts, where they begin."""
-    attributes = {FORMAT_KEY: FORMAT_VALUE}
-    if offsets is not None:
-        parts = {tensor.key: {SAVED_OFFSETS_KEY: offsets[tensor.key]} for tensor in tensors}
-        attributes |= {DCP_VERSION_KEY: str(HF_DCP_VERSION), CUSTOM_METADATA_KEY: json.dumps(parts)}
-    return attributes
 
 
 def finish_alone(store: ByteStore, results: Sequence[Sequence[WriteResult]]) -> None:
