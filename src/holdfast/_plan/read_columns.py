@@ -109,7 +109,7 @@ class ReadItems(DeferredList[ReadItem]):
     def __init__(self, columns: ReadColumns) -> None:
         super().__init__(len(columns), columns.items, columns)
 
-    def _differs(self, make: Any) -> bool:  # noqa: ARG002
+    def _has_changed(self) -> bool:
         # A ReadItem and all that it holds cannot be changed.
         return False
 
