@@ -1,13 +1,13 @@
 """Shows how far a save, a load or another long transfer is: a bar in a terminal, log lines elsewhere."""
 
 import contextlib
-import importlib.util
 import logging
+import shutil
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO, TypeAlias
+from typing import TextIO, TypeAlias
 
 from typing_extensions import Self
 
@@ -57,9 +57,9 @@ def observer(
     """What is told of the progress of one transfer.
 
     Args:
-        progress: None or False for nobody. True shows it, on rank 0 only: in a terminal as a bar (of rich, if
-            that is installed), elsewhere as a line at level INFO every ten seconds. A function is called with
-            each ``Progress``, on every rank.
+        progress: None or False for nobody. True shows it, on rank 0 only: in a terminal as a bar, elsewhere
+            as a line at level INFO every ten seconds. A function is called with each ``Progress``, on every
+            rank.
         what: What is being done, in a few words, such as "saving checkpoints/100".
         rank: The rank of this process.
         stream: Where a bar is drawn; stderr by default.
@@ -85,7 +85,7 @@ def observer(
     stream = sys.stderr if stream is None else stream
     if stream is None or not stream.isatty():
         return _LogLines(what)
-    return _RichBar(what, stream) if importlib.util.find_spec("rich") is not None else _PlainBar(what, stream)
+    return _Bar(what, stream)
 
 
 @contextlib.contextmanager
@@ -133,8 +133,8 @@ class _LogLines(_NowAndThen):
         logger.info("%s: %s", self._what, in_words(progress))
 
 
-class _PlainBar(_NowAndThen):
-    """One line of a terminal that is drawn over and over."""
+class _Bar(_NowAndThen):
+    """One line of a terminal that is drawn again and again, and is gone at the end."""
 
     def __init__(self, what: str, stream: TextIO) -> None:
         super().__init__(what, _REDRAW)
@@ -142,57 +142,15 @@ class _PlainBar(_NowAndThen):
 
     def _show(self, progress: Progress) -> None:
         bar = "#" * round(_share(progress) * _WIDTH)
-        self._stream.write(f"\r\033[K{self._what} [{bar:<{_WIDTH}}] {in_words(progress)}")
+        line = f"{self._what} [{bar:<{_WIDTH}}] {in_words(progress)}"
+        # The end of it: a line that is wrapped could not be drawn over.
+        room = shutil.get_terminal_size().columns - 1
+        self._stream.write(f"\r\033[K{line[-room:]}")
         self._stream.flush()
 
     def close(self) -> None:
         self._stream.write("\r\033[K")
         self._stream.flush()
-
-
-class _RichBar(_NowAndThen):
-    """A bar of rich, from the first picture on. It is gone at the end: the log says what was done."""
-
-    def __init__(self, what: str, stream: TextIO) -> None:
-        super().__init__(what, _REDRAW)
-        self._stream = stream
-        self._bar: Any = None
-        self._task: Any = None
-
-    def _show(self, progress: Progress) -> None:
-        if self._bar is None:
-            self._bar = _rich_progress(self._stream)
-            self._task = self._bar.add_task(self._what, total=None, words="")
-            self._bar.start()
-        self._bar.update(
-            self._task,
-            completed=progress.nbytes_done,
-            total=progress.nbytes_total or None,
-            words=in_words(progress),
-        )
-        self._bar.refresh()
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-
-def _rich_progress(stream: TextIO) -> Any:
-    from rich.console import Console  # noqa: PLC0415 - slow to import, and drawn in terminals only
-    from rich.progress import BarColumn, TextColumn  # noqa: PLC0415
-    from rich.progress import Progress as RichProgress  # noqa: PLC0415
-
-    # Without markup: a path may have square brackets, which rich would take for colours. Without a thread of
-    # its own: it is drawn when there is something new.
-    return RichProgress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TextColumn("{task.fields[words]}", markup=False),
-        console=Console(file=stream),
-        transient=True,
-        auto_refresh=False,
-    )
 
 
 def _share(progress: Progress) -> float:
