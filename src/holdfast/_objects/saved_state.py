@@ -21,7 +21,7 @@ from holdfast._objects.rebuild_tensors import (
     NeedsTorchError,
     StorageName,
     TensorName,
-    memory_of,
+    storage_over,
     with_lazy_bits,
 )
 from holdfast.errors import IntegrityError
@@ -274,5 +274,5 @@ class _Elements(dict[int, Any]):
     def _read_memory(self, memory: torch.UntypedStorage) -> torch.UntypedStorage:
         identity = memory._cdata  # noqa: SLF001
         if identity not in self._memory:
-            self._memory[identity] = memory_of(self._read(self._storages[identity]))
+            self._memory[identity] = storage_over(self._read(self._storages[identity]))
         return self._memory[identity]

@@ -165,7 +165,9 @@ def narrowed(tensor: torch.Tensor, starts: Sequence[int], lengths: Sequence[int]
     if tensor.shape == lengths:
         return tensor
     for dim, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        tensor = tensor.narrow(dim, start, length)
+        # Some tensor subclasses can be cut in one dimension only.
+        if length != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, start, length)
     return tensor
 
 
