@@ -5,7 +5,6 @@ import logging
 import shutil
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TextIO, TypeAlias
 
@@ -31,18 +30,36 @@ _LOG = 10.0
 _WIDTH = 30
 
 
-class ProgressObserver(ABC):
+class ProgressObserver:
     """Is called with each ``Progress`` of one transfer, one call at a time, and closed at its end.
 
     It is a context manager that closes itself. ``close`` may be called twice.
+
+    Args:
+        show: Takes how far the transfer is. An exception from it stops the transfer.
+        seconds: How much time must pass before ``show`` is called, and between two calls of it.
+        end: Called when the transfer has ended, however it did.
     """
 
-    @abstractmethod
-    def __call__(self, progress: Progress) -> None:
-        """Take how far the transfer is. An exception stops the transfer."""
+    def __init__(
+        self,
+        show: Callable[[Progress], object],
+        seconds: float = 0.0,
+        end: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._show, self._seconds, self._end = show, seconds, end
+        self._shown = time.monotonic()
 
-    def close(self) -> None:  # noqa: B027 - nothing to end by default
-        """The transfer has ended, however it did: end the bar."""
+    def __call__(self, progress: Progress) -> None:
+        """Show how far the transfer is, unless that was shown a moment ago."""
+        now = time.monotonic()
+        if now - self._shown >= self._seconds:
+            self._shown = now
+            self._show(progress)
+
+    def close(self) -> None:
+        """The transfer has ended: take the bar away."""
+        self._end()
 
     def __enter__(self) -> Self:
         return self
@@ -79,13 +96,13 @@ def observer(
     if progress is not True:
         if not callable(progress):
             raise UsageError(f"progress is True, False or a function, not {progress!r}", found=progress)
-        return _ToFunction(progress)
+        return ProgressObserver(progress)
     if rank != 0:
         return None
     stream = sys.stderr if stream is None else stream
     if stream is None or not stream.isatty():
-        return _LogLines(what)
-    return _Bar(what, stream)
+        return ProgressObserver(lambda done: logger.info("%s: %s", what, in_words(done)), _LOG)
+    return ProgressObserver(lambda done: _draw(stream, _bar(what, done)), _REDRAW, lambda: _draw(stream, ""))
 
 
 @contextlib.contextmanager
@@ -98,59 +115,18 @@ def tracking(progress: ProgressOption, what: str, *, rank: int = 0) -> Iterator[
         yield ProgressTracker.reporting_to(watching)
 
 
-class _ToFunction(ProgressObserver):
-    def __init__(self, function: Callable[[Progress], object]) -> None:
-        self._function = function
-
-    def __call__(self, progress: Progress) -> None:
-        self._function(progress)
-
-
-class _NowAndThen(ProgressObserver):
-    """Shows some of what it is told: never twice within a time."""
-
-    def __init__(self, what: str, seconds: float) -> None:
-        self._what = what
-        self._seconds = seconds
-        self._shown = time.monotonic()
-
-    def __call__(self, progress: Progress) -> None:
-        now = time.monotonic()
-        if now - self._shown >= self._seconds:
-            self._shown = now
-            self._show(progress)
-
-    @abstractmethod
-    def _show(self, progress: Progress) -> None:
-        """Show it."""
+def _bar(what: str, progress: Progress) -> str:
+    """One line of a terminal."""
+    bar = "#" * round(_share(progress) * _WIDTH)
+    line = f"{what} [{bar:<{_WIDTH}}] {in_words(progress)}"
+    # The end of it: a line that is wrapped could not be drawn over.
+    return line[-(shutil.get_terminal_size().columns - 1) :]
 
 
-class _LogLines(_NowAndThen):
-    def __init__(self, what: str) -> None:
-        super().__init__(what, _LOG)
-
-    def _show(self, progress: Progress) -> None:
-        logger.info("%s: %s", self._what, in_words(progress))
-
-
-class _Bar(_NowAndThen):
-    """One line of a terminal that is drawn again and again, and is gone at the end."""
-
-    def __init__(self, what: str, stream: TextIO) -> None:
-        super().__init__(what, _REDRAW)
-        self._stream = stream
-
-    def _show(self, progress: Progress) -> None:
-        bar = "#" * round(_share(progress) * _WIDTH)
-        line = f"{self._what} [{bar:<{_WIDTH}}] {in_words(progress)}"
-        # The end of it: a line that is wrapped could not be drawn over.
-        room = shutil.get_terminal_size().columns - 1
-        self._stream.write(f"\r\033[K{line[-room:]}")
-        self._stream.flush()
-
-    def close(self) -> None:
-        self._stream.write("\r\033[K")
-        self._stream.flush()
+def _draw(stream: TextIO, line: str) -> None:
+    """Draw over the line that was drawn before."""
+    stream.write(f"\r\033[K{line}")
+    stream.flush()
 
 
 def _share(progress: Progress) -> float:
