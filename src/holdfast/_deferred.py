@@ -56,7 +56,7 @@ class _DeferredType(type):
 
 
 class _Deferred(metaclass=_DeferredType):
-    """What lists and dicts have in common."""
+    """The common base of deferred lists and dicts."""
 
     __slots__ = ()
 
@@ -141,7 +141,7 @@ class DeferredList(_Deferred, list[T], Generic[T]):
 
     @property
     def columns(self) -> Any:
-        """What the entries were made from; None if they are not the same any more (see ``is_open``)."""
+        """The columns that the entries were made from; None if entries were changed (see ``is_open``)."""
         return None if self.is_open else self._columns
 
     def _fill(self, made: list[T]) -> None:

@@ -71,7 +71,7 @@ class ProgressObserver:
 def observer(
     progress: ProgressOption, what: str, *, rank: int = 0, stream: TextIO | None = None
 ) -> ProgressObserver | None:
-    """What is told of the progress of one transfer.
+    """Make the observer of one transfer's progress.
 
     Args:
         progress: None or False for nobody. True shows it, on rank 0 only: in a terminal as a bar, elsewhere

@@ -136,7 +136,7 @@ class TrainingState:
         self.extra.update(state_dict.get("extra", {}))
 
     def only(self, *parts: str) -> Stateful:
-        """What saves or loads only these parts of this object.
+        """A Stateful object that saves and loads only these parts.
 
         Args:
             *parts: Any of ``"model"``, ``"optimizer"``, ``"schedulers"``, ``"step"``, ``"rng"``, ``"data"``
@@ -151,7 +151,7 @@ class TrainingState:
         return _SomeParts(self, parts)
 
     def without(self, *parts: str) -> Stateful:
-        """What saves or loads everything of this object but these parts; see :meth:`only`."""
+        """A Stateful object that saves and loads everything but these parts; see :meth:`only`."""
         self.only(*parts)  # checks the names
         return _SomeParts(self, [part for part in _PARTS if part not in parts])
 

@@ -146,7 +146,7 @@ class LoadByRank:
         return opened["value"] if slots is None else slots
 
     def _problems(self) -> list[tuple[str, str]]:
-        """What does not fit of the places that have a PerRank; notes those that need their rule."""
+        """The PerRanks that cannot be loaded, each with the reason. Also notes which ones need their rule."""
         problems = []
         for place in self._places:
             key = flat_key(place.path)

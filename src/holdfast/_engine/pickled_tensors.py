@@ -117,7 +117,7 @@ class PickledTensors:
         self._rooms: dict[str, tuple[PickledRoom, DTensor | None, tuple[int, ...]]] = {}
 
     def stand_in(self, value: torch.Tensor, key: str) -> Any:
-        """What stands for a tensor with parts; None if it cannot be filled from items of torch's."""
+        """A placeholder for a tensor that is loaded as objects; None if torch has no items that fill it."""
         layout = value if isinstance(value, DTensor) else None
         pieces = self._pieces_of(key, _inner(value), _box_of(list(value.shape), layout))
         if not pieces or self._shape_of(key) != list(value.shape):

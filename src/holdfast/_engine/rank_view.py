@@ -1,4 +1,4 @@
-"""What one rank sees of a checkpoint that keeps values which differed between the ranks that saved."""
+"""The checkpoint as one rank sees it, if values are kept in it that differed between the saving ranks."""
 
 import copy
 import dataclasses
@@ -111,7 +111,7 @@ def _named(index: MetadataIndex, key: str) -> MetadataIndex:
 
 
 def view_of_rank(metadata: Metadata, *, rank: int, world_size: int, state: Mapping[Any, Any]) -> RankView:
-    """What a rank sees of a checkpoint: the metadata itself where no value was kept for a rank.
+    """The checkpoint as one rank sees it: the metadata itself if no value was kept for a single rank.
 
     Args:
         metadata: The metadata.
@@ -155,7 +155,7 @@ def view_of_rank(metadata: Metadata, *, rank: int, world_size: int, state: Mappi
 
 
 class _KeptForRanks:
-    """What a checkpoint keeps for single ranks.
+    """The values that a checkpoint keeps for single ranks.
 
     Attributes:
         keys: The stored keys, each taken apart.
@@ -183,7 +183,7 @@ class _KeptForRanks:
         return max((one.world_size for one in told), default=0)
 
     def of(self, is_wanted: Callable[[RankKey], bool]) -> "_KeptForRanks":
-        """The same for some ranks only."""
+        """Only the values of some ranks."""
         some = copy.copy(self)
         some.keys = {key: told for key, told in self.keys.items() if is_wanted(told)}
         some.containers = {path: told for path, told in self.containers.items() if is_wanted(told)}

@@ -1,4 +1,4 @@
-"""What a checkpoint has of values that ranks saved each for itself, and why it may not be what is wanted."""
+"""The values of PerRanks in a checkpoint, and why they may not fit the ranks that load."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ from holdfast.per_rank import PerRank, rank_key
 
 @dataclass
 class SavedByRank:
-    """What a checkpoint has at the place of a PerRank.
+    """The values that a checkpoint has at the place of a PerRank.
 
     Attributes:
         world_sizes: How many ranks saved; several numbers if the checkpoint was put together by hand.

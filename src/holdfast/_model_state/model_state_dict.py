@@ -31,7 +31,7 @@ IncompatibleKeys: TypeAlias = _IncompatibleKeys
 def read_model(
     model: nn.Module, submodules: Iterable[nn.Module] | None, options: StateDictOptions
 ) -> dict[str, Any]:
-    """What ``model.state_dict()`` has, by name; the module's versions (``_metadata``) go with it."""
+    """The entries of ``model.state_dict()`` by name. The versions of modules (``_metadata``) are kept."""
     names = ModelNames(model)
     own = _state_dict_to_change(model)
     versions = _versions_in(own)
@@ -148,7 +148,7 @@ def _start_loading(model: nn.Module, options: StateDictOptions) -> ValuesToLoad:
 
 
 def _own_tensors(model: nn.Module) -> dict[str, Any]:
-    """What the model's own state dict has, with the parameters themselves where they are in it."""
+    """The entries of the model's own state dict; parameters are the parameters themselves."""
     state_dict = unpatched_method(model, "state_dict")
     has_own = type(model).state_dict is not nn.Module.state_dict
     # A plain dict: the versions of all modules, which torch attaches, take as much memory as the entries.

@@ -15,7 +15,7 @@ from holdfast._tensors.meta_memory import MetaMemory, take_the_place
 
 
 class ValuesToLoad:
-    """What is handed to ``load_state_dict``, by the keys of the model.
+    """The values that are handed to ``load_state_dict``, by the keys of the model.
 
     Whole values go into sharded tensors directly, one after the other, so that no second copy of the model is
     ever there. A tensor on the meta device gets memory; tied ones get the same.

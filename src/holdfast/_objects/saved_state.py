@@ -94,7 +94,7 @@ class _Opaque:
 
 
 class SavedState:
-    """What the pickle of a torch.save file says.
+    """The state in the pickle of a torch.save file.
 
     Args:
         pickled: The pickle.

@@ -17,7 +17,7 @@ from holdfast.planner import LoadPlan
 
 
 def cover(plan: LoadPlan, state: Mapping[str, Any] | None, metadata: Metadata) -> LoadResult:
-    """What a load by ``plan`` does.
+    """Which keys a load by ``plan`` fills, leaves alone and does not read.
 
     Args:
         plan: What this rank reads.

@@ -48,7 +48,7 @@ class ReadBox(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ReadColumns:
-    """What one rank reads.
+    """The items of one rank's load plan.
 
     Attributes:
         directory: What the checkpoint holds.

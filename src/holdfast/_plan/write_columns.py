@@ -22,7 +22,7 @@ _TYPES = {kind.value: kind for kind in WriteItemType}
 
 
 class Form(NamedTuple):
-    """What many items have in common.
+    """The facts that many items share.
 
     Attributes:
         properties: dtype, layout, requires_grad, name of the memory format, pin_memory.

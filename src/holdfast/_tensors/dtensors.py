@@ -193,7 +193,7 @@ def empty_shards(value: DTensor, device: torch.device, dtype: torch.dtype | None
 
 
 def with_local_memory(value: DTensor, device: torch.device) -> DTensor:
-    """The same tensor, a parameter if it was one, with new, uninitialized memory for this rank's part."""
+    """A copy of the tensor with new, uninitialized memory for this rank's part; a parameter if it was one."""
     if isinstance(value, PartOfShard):
         return around(value, torch.empty_like(local_tensor(value).detach(), device=device))
     made = empty_shards(value, device)

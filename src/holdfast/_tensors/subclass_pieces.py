@@ -30,7 +30,7 @@ class CommonParts:
 
 @dataclasses.dataclass
 class SubclassPiece:
-    """What one item fills of a tensor of the state.
+    """The part of a tensor of the state that one item fills.
 
     Attributes:
         key: The flat key of the tensor.
@@ -62,7 +62,7 @@ def inside(box: Box, outer: Box) -> Box:
 
 
 def parts_of_cut(tensor: torch.Tensor, box: Box) -> dict[str, torch.Tensor] | None:
-    """What of a tensor's parts is in a box; None if its class cannot be cut so, or copies what it cuts."""
+    """A box of each part of a tensor; None if its class cannot be cut so, or copies when it cuts."""
     cut = _cut(tensor, box)
     if cut is None:
         return None

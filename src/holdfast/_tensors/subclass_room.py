@@ -40,7 +40,7 @@ def make_subclass(stored: TensorParts, parameter: torch.Tensor | None, device: t
 
 
 def as_parameter_is(local: torch.Tensor, parameter: DTensor, whole: TensorMeta | None = None) -> DTensor:
-    """What this rank holds of a tensor as a DTensor, divided as a parameter is.
+    """Make a DTensor, divided as a parameter is, around this rank's part of it.
 
     Args:
         local: What this rank holds.

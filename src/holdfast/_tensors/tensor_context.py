@@ -21,7 +21,7 @@ _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
 class Model(NamedTuple):
-    """What a tensor is like whose context is made again.
+    """The facts of a tensor that stand for the marks in its context.
 
     Attributes:
         shape: Its shape.
@@ -220,7 +220,7 @@ def _shown(data: Any) -> str:
 
 
 def find_imported(module: str, name: str) -> Any:
-    """What a module that the program has imported calls ``name``.
+    """Look up ``name`` in a module that the program has imported.
 
     Raises:
         TypeError: The program has not imported it.
