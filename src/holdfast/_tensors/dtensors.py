@@ -152,6 +152,11 @@ def local_tensor(value: DTensor) -> torch.Tensor:
     return local
 
 
+def own_part(value: torch.Tensor) -> torch.Tensor:
+    """This rank's own memory of a DTensor; any other tensor as it is."""
+    return local_tensor(value) if isinstance(value, DTensor) else value
+
+
 def memory_of_piece(value: DTensor, piece: Piece) -> torch.Tensor:
     """The memory of one of the boxes of ``held_pieces``: the local tensor, or a view of it."""
     local = local_tensor(value).detach()
