@@ -212,5 +212,10 @@ def test_spread_names_begin_differently_and_tell_the_same() -> None:
     }
 
 
-def test_every_scheme_of_a_bucket_is_a_place() -> None:
+def test_every_scheme_of_a_bucket_is_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
     assert {scheme for scheme, opens in STORES.items() if opens is open_bucket} == set(CLASSES)
+    for scheme, kind in CLASSES.items():
+        options = {} if kind == "AzureStore" else {"skip_signature": True}
+        assert BucketAccess(f"{scheme}://bucket/run", options).open().prefix == "run"

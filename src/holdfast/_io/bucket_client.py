@@ -197,6 +197,7 @@ class BucketAccess:
         if endpoint and not endpoint.startswith("https://"):
             client.setdefault("allow_http", True)
         scheme, _, rest = self.url.partition("://")
+        scheme = "gs" if scheme == "gcs" else scheme  # the only one that fsspec knows and obstore does not
         bucket, _, key = rest.partition("/")
         try:
             return store_class.from_url(
