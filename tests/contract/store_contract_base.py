@@ -14,8 +14,6 @@ from holdfast._io.blocks import BlockSums
 from holdfast._io.file_access import FileReader
 from holdfast._io.store import ByteStore
 
-__all__ = ["MIB", "StoreContractBase", "pattern", "read_part"]
-
 MIB = 1 << 20
 
 
@@ -58,7 +56,7 @@ class StoreContractBase:
 @lru_cache(maxsize=16)
 def pattern(nbytes: int, *, seed: int = 0) -> bytes:
     """Bytes in which no block is like another."""
-    return random.Random(seed).randbytes(nbytes)  # noqa: S311 - chosen for being the same every time
+    return random.Random(seed).randbytes(nbytes)
 
 
 def read_part(
