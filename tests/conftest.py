@@ -2,7 +2,6 @@
 
 import signal
 
-import pytest
 from hypothesis import settings
 
 # Speed is never a test: a busy machine must not fail one.
@@ -12,8 +11,3 @@ settings.load_profile("without deadlines")
 # A shell lets jobs in the background ignore Ctrl-C, and programs that the tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# So that a failing assert of the suite of stores shows its values.
-pytest.register_assert_rewrite(
-    *(f"tests.contract.{name}" for name in ("store_contract", "store_read_tests", "store_write_tests"))
-)

@@ -15,7 +15,6 @@ from tests.contract.fsspec_file_systems import (
     forget_memory,
 )
 from tests.contract.memory_store import MemoryStore
-from tests.contract.store_contract import StoreContract
 from tests.contract.stream_file_systems import DiskFileSystem, ListedMemoryFileSystem
 
 from holdfast._io.fsspec_store import FsspecStore, open_fsspec, open_fsspec_url
@@ -23,6 +22,7 @@ from holdfast._io.local import LocalStore
 from holdfast._io.local_reader import LocalReader
 from holdfast._io.store import ByteStore
 from holdfast._io.stream_store import StreamStore
+from holdfast.testing.store_contract import StoreContract
 
 
 class TestLocalStore(StoreContract):

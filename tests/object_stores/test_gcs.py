@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.contract.store_contract import StoreContract
 from tests.object_stores.states import ONCE, load, rival_for, save, state_of, store_of
 from tests.object_stores.test_s3_commit import FAULTS, METADATA
 from tests.support.gcs_gateway import GcsGateway
@@ -23,6 +22,7 @@ from holdfast._io.store import ByteStore
 from holdfast.errors import AccessDeniedError, CheckpointExistsError
 from holdfast.state_dict_saver import AsyncCheckpointerType
 from holdfast.testing import StorageContract
+from holdfast.testing.store_contract import StoreContract
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_core]
 

@@ -4,13 +4,13 @@ import itertools
 from pathlib import Path
 
 import pytest
-from tests.contract.store_contract import StoreContract
 from tests.support.s3_server import BUCKET, S3Server
 
 import holdfast
 from holdfast._io.places import open_place
 from holdfast._io.store import ByteStore
 from holdfast.testing import StorageContract
+from holdfast.testing.store_contract import StoreContract
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_core]
 

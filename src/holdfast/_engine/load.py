@@ -214,7 +214,11 @@ class _LoadSteps:
 def _plan(
     need: Callable[[], _Need], planner: LoadPlannerPort, reader: ReaderPort, exchange: Exchange
 ) -> tuple[LoadPlan, bool]:
-    """Plan on all ranks together: this rank's plan, and whether planner or reader may have changed it."""
+    """Agree on the plans of all ranks.
+
+    Returns:
+        This rank's plan, and whether planner or reader may have changed it.
+    """
 
     @paused_collector()
     def compare(ranks: list[_Told]) -> None:

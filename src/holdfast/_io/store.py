@@ -3,8 +3,8 @@
 A store is one folder (or one prefix of an object store) with plain files in it, no folders inside. Data
 files are created once, written from front to back, and never changed again. A single ``replace``, which is
 atomic, makes a checkpoint exist. ``FileSource`` is the half that loads and the command line need;
-``ByteStore`` adds the half that saves need. A new store implements the abstract methods, passes
-``StoreContract`` of ``tests/contract``, and is entered in ``holdfast._io.places``.
+``ByteStore`` adds the half that saves need. An author of a new store implements the abstract methods, runs
+``holdfast.testing.store_contract.StoreContract`` over it, and enters it in ``holdfast._io.places``.
 
 An error of the operating system leaves as an OSError with errno, strerror and the file's path.
 """

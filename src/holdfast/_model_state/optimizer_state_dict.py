@@ -192,7 +192,8 @@ class _OwnState:
         ]
         kept = dict(own[STATE])
         self._states = [kept.pop(number, _NO_STATE) for number in numbers]
-        self._of_no_parameter = kept
+        # A copy: a dict that was emptied keeps the room for what it had.
+        self._of_no_parameter = dict(kept.items())
         self.others = {key: value for key, value in own.items() if key not in (STATE, GROUPS)}
 
     def take_states(self) -> Iterator[tuple[Any, Any]]:

@@ -68,7 +68,7 @@ def _divide(
     if not unread:
         return list(state), []
     directory = directory_of(metadata)
-    filled = also_filled(state, planned, directory.numbers)
+    filled = also_filled(state, planned)
     left_alone = [
         key for key in unread if key not in filled and not _needs_no_read(key, state[key], directory)
     ]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from holdfast.testing.planner_contract import PlannerContract
     from holdfast.testing.rot13 import Rot13Example, get_test_extension_registry
     from holdfast.testing.storage_contract import StorageContract
+    from holdfast.testing.store_contract import StoreContract
     from holdfast.testing.transform_contract import TransformContract
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "PlannerContract",
     "Rot13Example",
     "StorageContract",
+    "StoreContract",
     "TransformContract",
     "drive_load",
     "drive_save",
@@ -42,6 +44,7 @@ _HOME = {
     "PlannerContract": "planner_contract",
     "Rot13Example": "rot13",
     "StorageContract": "storage_contract",
+    "StoreContract": "store_contract",
     "TransformContract": "transform_contract",
     "drive_load": "drive",
     "drive_save": "drive",
@@ -55,6 +58,9 @@ if "pytest" in sys.modules:
     # So that a failing assert of a suite shows its values, as one in the author's own tests does.
     sys.modules["pytest"].register_assert_rewrite(
         *(f"holdfast.testing.{module}" for module in {*_HOME.values()} if module.endswith("_contract")),
+        "holdfast.testing.store_read_tests",
+        "holdfast.testing.store_contract_base",
+        "holdfast.testing.store_write_tests",
         "holdfast.testing.transform_damage_tests",
         "holdfast.testing.transform_stream_tests",
         "holdfast.testing.transform_contract_base",

@@ -1,12 +1,14 @@
 """Tests of the files that a store opens for reading."""
 
 import pytest
-from tests.contract.store_contract_base import MIB, StoreContractBase, pattern, read_part
 
 from holdfast._io import pool
 from holdfast._io.blocks import block_checksums
 from holdfast._io.store import ByteStore
 from holdfast.errors import ChecksumError, MetadataFormatError, TruncatedFileError
+from holdfast.testing.store_contract_base import MIB, StoreContractBase, pattern, read_part
+
+__all__ = ["StoreReadTests"]
 
 
 class StoreReadTests(StoreContractBase):

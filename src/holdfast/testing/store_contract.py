@@ -3,9 +3,6 @@
 from pathlib import Path
 
 import pytest
-from tests.contract.store_contract_base import MIB, pattern
-from tests.contract.store_read_tests import StoreReadTests
-from tests.contract.store_write_tests import StoreWriteTests
 
 from holdfast._io.store import ByteStore
 from holdfast.errors import (
@@ -16,6 +13,11 @@ from holdfast.errors import (
     UnsafeMetadataError,
     UsageError,
 )
+from holdfast.testing.store_contract_base import MIB, pattern
+from holdfast.testing.store_read_tests import StoreReadTests
+from holdfast.testing.store_write_tests import StoreWriteTests
+
+__all__ = ["StoreContract"]
 
 BAD_NAMES = ["", ".", "..", "../x", "/etc/passwd", "a/b", "a\\b", "a\0b"]
 

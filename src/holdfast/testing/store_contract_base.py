@@ -14,6 +14,8 @@ from holdfast._io.blocks import BlockSums
 from holdfast._io.file_access import FileReader
 from holdfast._io.store import ByteStore
 
+__all__ = ["MIB", "StoreContractBase", "pattern", "read_part"]
+
 MIB = 1 << 20
 
 
@@ -56,7 +58,7 @@ class StoreContractBase:
 @lru_cache(maxsize=16)
 def pattern(nbytes: int, *, seed: int = 0) -> bytes:
     """Bytes in which no block is like another."""
-    return random.Random(seed).randbytes(nbytes)
+    return random.Random(seed).randbytes(nbytes)  # noqa: S311 - chosen for being the same every time
 
 
 def read_part(
