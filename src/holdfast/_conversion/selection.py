@@ -71,11 +71,11 @@ class Selection:
     structure: Structure = field(default_factory=Structure)
 
     def tensors(self) -> Iterator[Entry]:
-        """The tensors."""
+        """The entries that are tensors."""
         return (entry for entry in self.entries.values() if entry.dtype is not None)
 
     def objects(self) -> Iterator[Entry]:
-        """The other values."""
+        """The entries that are not tensors."""
         return (entry for entry in self.entries.values() if entry.dtype is None)
 
     @property

@@ -14,9 +14,7 @@ from holdfast.errors import PlanError
 
 
 class PartOfShard(DTensor):
-    """A DTensor of which it is told what this rank holds, whatever its placements say.
-
-    These tell which ranks hold the same.
+    """A DTensor that is given the boxes that this rank holds. Its placements tell only who holds the same.
 
     Attributes:
         pieces: The boxes that this rank holds.
