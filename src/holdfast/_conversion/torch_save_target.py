@@ -214,7 +214,7 @@ def _write_archive(
                 record(f"data/{number}", storage.nbytes, _contents(stream, storage.entry))
             else:
                 assert isinstance(storage, torch.UntypedStorage)
-                memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+                memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
                 record(f"data/{number}", storage.nbytes(), [memory_of(memory)])
         for name, content in _AFTER.items():
             record(name, len(content), [content])
