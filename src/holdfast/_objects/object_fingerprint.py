@@ -24,7 +24,7 @@ _LARGE = 64 << 10
 
 
 def fingerprint(value: Any) -> bytes | None:
-    """16 bytes that tell a value from another, on whatever process they are made.
+    """16 bytes that identify a value, and are the same in every process.
 
     Guaranteed: values of the same types with the same content have the same fingerprint, whatever the hash
     seed, the identity of the objects and their sharing, the order of sets and of the keys of dicts, the

@@ -165,7 +165,7 @@ class _Vocabulary:
         self._ends: list[int] = []
 
     def add(self, words: list[Any]) -> None:
-        """The next list."""
+        """Number the words of the next list."""
         # Ranks that hold shards of the same tensors have the same keys and forms.
         if self._before is None or self._before != words:
             numbers = self.numbers

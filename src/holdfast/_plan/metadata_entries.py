@@ -79,7 +79,7 @@ class _Chunks:
 
 
 def unchanged_entries(metadata: Metadata) -> MetadataEntries | None:
-    """The entries, if they are what their columns say; None if somebody has made or changed some."""
+    """The entries, if they still equal their columns; None if they were made by hand or changed."""
     entries = metadata.state_dict_metadata
     return entries if isinstance(entries, MetadataEntries) and not entries.is_open else None
 

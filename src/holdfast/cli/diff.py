@@ -46,7 +46,7 @@ class _Difference:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is none."""
+        """Whether the checkpoints are equal."""
         return not (self.only_first or self.only_second or self.kinds or self.values or self.damaged)
 
 
