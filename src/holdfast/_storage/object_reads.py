@@ -7,18 +7,18 @@ from operator import itemgetter
 
 from holdfast._contents.item_bytes import ItemBytes, ItemFile, naming
 from holdfast._contents.object_bytes import read_object
+from holdfast._contents.open_files import StoredFile
 from holdfast._contents.read_window import ReadWindow, group_neighbours
 from holdfast._format.item_table import StorageInfo
 from holdfast._objects.object_streams import LoadedObject
 from holdfast._storage.destinations import ReadContext
-from holdfast._storage.open_files import SharedFile
 from holdfast.planner import ReadItem
 
 _Line = tuple[StorageInfo, ReadItem]
 _Lines = Sequence[_Line]
 
 
-def object_jobs(context: ReadContext, file: SharedFile, lines: _Lines) -> list[Callable[[], None]]:
+def object_jobs(context: ReadContext, file: StoredFile, lines: _Lines) -> list[Callable[[], None]]:
     """Jobs that read values of one file and give them to the planner.
 
     A flattened optimizer has a dozen numbers for each parameter: read one by one, each takes three calls to
@@ -33,7 +33,7 @@ def object_jobs(context: ReadContext, file: SharedFile, lines: _Lines) -> list[C
     return [partial(_read, context, file, group) for group in groups]
 
 
-def _read(context: ReadContext, file: SharedFile, lines: _Lines) -> None:
+def _read(context: ReadContext, file: StoredFile, lines: _Lines) -> None:
     if len(lines) == 1:
         _deliver(context, file.path, [_stream_of(context, file, line) for line in lines])
         return
