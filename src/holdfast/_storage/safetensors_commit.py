@@ -219,7 +219,7 @@ def discard_model(store: ByteStore, save_id: str, made: Iterable[str] = ()) -> b
         Whether nothing of the save is left.
     """
     try:
-        names = store.names() if store.can_list else {INDEX} if store.exists(INDEX) else set()
+        names = store.known_names(INDEX)
         mine = {name for name in names if save_in_name(name) == save_id[:SAVE_DIGITS]} | set(made)
         used = files_of_index(store, names)
         store.abort_unfinished(lambda name: name in mine and name not in used)
