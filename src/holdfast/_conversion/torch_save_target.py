@@ -152,7 +152,8 @@ class TorchSaveTarget:
         if not lease.others(names)[0]:
             # Files that have not got their names do not tell whose they are: only if nobody else writes.
             doomed += filter(is_leftover, names)
-        delete_quietly(self._store, doomed)
+        if delete_quietly(self._store, doomed):
+            lease.settle()
 
     def _pickle(self, stream: EntryStream) -> PickledState:
         selection = stream.selection

@@ -28,11 +28,14 @@ def living_and_dead(
         now_ns: The time by the clock of the store; None if it tells none.
 
     Returns:
-        The living saves with their holders; the leases of the dead by name, with what these say.
+        The living saves with their holders; the leases of the dead by name, with what these say. A lease that
+        is gone by now is in neither: its save is over, and has left nothing.
     """
     living, dead = dict[str, LeaseHolder](), dict[str, LeaseHolder | None]()
     for name in names:
         holder, save = read_lease(store, name), save_of_lease(name)
+        if holder is None and not store.exists(name):
+            continue
         if save and _is_alive(store, name, holder, now_ns):
             living[save] = holder or UNKNOWN
         else:
@@ -49,8 +52,6 @@ def find_living(store: ByteStore) -> LeaseHolder | None:
 
 def _is_alive(store: ByteStore, name: str, holder: LeaseHolder | None, now_ns: int | None) -> bool:
     """Whether the save of a lease goes on."""
-    if holder is None and not store.exists(name):
-        return False
     if holder and holder.over:
         return False
     if holder and name not in held_here and holder.is_this_process():

@@ -43,7 +43,7 @@ def plan_load(
     ignore_mismatched_sizes: bool = False,
     paths: Mapping[str, Any] = MappingProxyType({}),
 ) -> LoadPlan:
-    """What one rank must read to fill a flat state, once it is known that everything fits.
+    """Plan what one rank reads to fill a flat state, after checking that everything fits.
 
     Args:
         state: The flat state.
