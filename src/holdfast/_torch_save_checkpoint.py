@@ -32,9 +32,6 @@ class TorchSaveCheckpoint(Checkpoint):
         assert isinstance(self.store, TorchSaveSource)
         return self.store
 
-    def sizes(self) -> dict[str, int]:
-        return self.store.list()
-
     def read(self, rank: int | None, name: str) -> Inventory:  # noqa: ARG002 - there is one part
         source = self.source
         structure = source.contents.structure

@@ -202,7 +202,7 @@ def _write_archive(
             if isinstance(storage, LaterTensor):
                 record(f"data/{number}", storage.nbytes, _contents(stream, storage.origin))
             else:
-                memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+                memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
                 record(f"data/{number}", storage.nbytes(), [memory_of(memory)])
         for name, content in _AFTER.items():
             record(name, len(content), [content])

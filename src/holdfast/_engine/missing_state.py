@@ -73,7 +73,7 @@ class StateMaker:
         parameter, dtype = self.parameter, entry.properties.dtype
         if parameter is None or not len(entry.size):
             # A count of steps, which most optimizers keep on the host.
-            return torch.empty(entry.size, dtype=dtype)
+            return torch.empty(entry.size, dtype=dtype, device="cpu")
         has_its_shape = not is_lazy(parameter) and global_shape(parameter) == entry.size
         is_own = isinstance(entry, OwnTensorMetadata) and not (has_its_shape and entry.has_one_shape)
         if self.is_whole or is_lazy(parameter) or is_own:

@@ -162,7 +162,9 @@ class _Walk:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if kind is torch.UntypedStorage:
-            return _of_bytes(b"storage", _memory_of(torch.empty(0, dtype=torch.uint8).set_(value)))
+            return _of_bytes(
+                b"storage", _memory_of(torch.empty(0, dtype=torch.uint8, device="cpu").set_(value))
+            )
         if issubclass(kind, type) or kind is types.FunctionType:
             return _of_global(value, value.__qualname__)
         numpy = sys.modules.get("numpy")

@@ -135,11 +135,10 @@ def _facts(entry: Entry, values: dict[str, Any]) -> tuple[str, str, str, str]:
     if isinstance(entry, ObjectEntry):
         last = value_text(values[entry.key]) if entry.key in values else ""
         return "object", "", size_text(entry_nbytes(entry)), last if entry.item else "not stored"
-    chunks = entry.chunks
-    if len(chunks) == 1 and chunks[0].item is not None:
+    if entry.chunk_count == 1 and entry.is_stored:
         return _whole_facts(entry.dtype, entry.shape, entry.nbytes)
-    unusual = "" if len(chunks) == 1 else counted(len(chunks), "chunk")
-    if any(chunk.item is None for chunk in chunks):
+    unusual = "" if entry.chunk_count == 1 else counted(entry.chunk_count, "chunk")
+    if not entry.is_stored:
         unusual += ", not all stored" if unusual else "not stored"
     return entry.dtype, shape_text(entry.shape), size_text(entry.nbytes), unusual
 

@@ -47,7 +47,7 @@ def summarize(part: Inventory, store: FileSource, sizes: dict[str, int]) -> dict
         "transforms": [{"descriptors": stack, "items": count} for stack, count in part.transforms.items()],
         "tensors": len(tensors),
         "tensor_nbytes": sum(map(entry_nbytes, tensors)),
-        "chunks": sum(len(tensor.chunks) for tensor in tensors),
+        "chunks": sum(tensor.chunk_count for tensor in tensors),
         "dtypes": _by_dtype(part),
         "objects": len(objects),
         "object_nbytes": sum(map(entry_nbytes, objects)),

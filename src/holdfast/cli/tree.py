@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from holdfast._contents.inventory import ObjectEntry, TensorEntry
-from holdfast._format.typed_key import TypedKey
+from holdfast._format.paths import TypedKey
 from holdfast.cli.text import printable
 
 __all__ = ["Node", "branches", "entry_nbytes", "make_tree"]
@@ -16,6 +16,10 @@ _LINES = ("├─ ", "└─ ", "│  ", "   ")
 _ASCII = ("|- ", "`- ", "|  ", "   ")
 
 
+_NO_CHILDREN: dict[Any, "Node"] = {}
+"""Those of all nodes that have none: a dict for each of 100,000 leaves takes time. Nobody writes into it."""
+
+
 class Node:
     """A step on the way to keys. ``entry`` is what is stored there, if anything is."""
 
@@ -24,7 +28,7 @@ class Node:
     def __init__(self, label: str) -> None:
         self.label = label
         self.entry: Entry | None = None
-        self.children: dict[Any, Node] = {}
+        self.children = _NO_CHILDREN
         self.nbytes = 0
         self.count = 0
 
@@ -50,7 +54,11 @@ def make_tree(entries: Iterable[Entry], paths: dict[str, tuple[Any, ...]], order
             name = step if type(step) is str else _name_of(step)
             child = node.children.get(name)
             if child is None:
-                child = node.children[name] = Node(_label(step))
+                child = Node(_label(step))
+                if node.children:
+                    node.children[name] = child
+                else:
+                    node.children = {name: child}
             node = child
             node.nbytes += nbytes
             node.count += 1
@@ -91,8 +99,8 @@ def branches(root: Node, *, depth: int | None, with_lines: bool) -> Iterator[tup
     while stack:
         indent, nodes, left = stack.pop()
         for node in nodes:
-            branch = indent + (last if left == 1 else middle) + node.label
             left -= 1
+            branch = indent + (middle if left else last) + node.label
             if not node.children:
                 yield branch, node, False
                 continue
