@@ -254,13 +254,15 @@ def test_a_dtensor_of_which_a_rank_holds_nothing_does_not_stay_without_memory(tm
 
     def load(rank: FakeRank) -> None:
         rows = rank.distribute(torch.arange(2.0), rank.mesh(), [Shard(0)])
-        value = rank.assemble(rows.to_local().to("meta"), rank.mesh(), [Shard(0)], [2])
-        state = {"weight": value, "other": value}
+        value, other = (
+            rank.assemble(rows.to_local().to("meta"), rank.mesh(), [Shard(0)], [2]) for _ in range(2)
+        )
+        state = {"weight": value, "other": other}
         planner = holdfast.DefaultLoadPlanner(allow_partial_load=True)
         rank.load(state, checkpoint_id=tmp_path, planner=planner)
         assert_holds(state["weight"], rows, "weight")
         assert state["weight"].to_local().device.type == "cpu"
-        assert state["other"] is value
+        assert state["other"] is other
 
     FakeRanks(3).run(load)
 

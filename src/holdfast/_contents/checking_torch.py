@@ -93,6 +93,8 @@ def _check_archive(read_at: ReadAt, nbytes: int, stored: KeyedItem, report: Find
     archive = Archive(read_at, nbytes, path=path, key=stored.key, most_records=_MOST_RECORDS)
     records = archive.records.values()
     if not all(record.plain for record in records):
+        if "data.pkl" in archive.records:
+            archive.damaged("a record is compressed or encrypted")
         report.leave_unchecked("an archive with compressed records, which torch never writes")
         return
     for record in records:

@@ -132,7 +132,7 @@ class EntryStream:
                     progress.advance(min(STRIDE, nbytes - at))
 
     def _batches(self) -> Iterator[list[SentPiece]]:
-        """What was sent, in groups that are read together."""
+        """The sent pieces in groups that are read together."""
         batch, nbytes = list[SentPiece](), 0
         for piece in self.sent:
             dtype = self.selection.entries[piece.name].dtype

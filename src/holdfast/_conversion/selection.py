@@ -54,7 +54,7 @@ class Entry:
 
 @dataclass
 class Selection:
-    """What is taken of a source.
+    """The values that a conversion takes from a source.
 
     Attributes:
         entries: The values, in the order of the source, by their keys in the target.
@@ -86,7 +86,7 @@ def select(
     dtype: torch.dtype | None,
     with_kept_values: bool,
 ) -> Selection:
-    """What is taken of a source.
+    """Choose the values that a conversion takes from a source.
 
     Args:
         source: The source.

@@ -132,7 +132,7 @@ def _has_known(plugin: Any, method: str) -> bool:
 
 
 def _keep_nothing(names: Mapping[str, str]) -> dict[str, str]:
-    """What stands for the method of a planner that cannot keep values for one rank."""
+    """Used for planners without ``keep_for_rank``: they cannot keep values for one rank."""
     return dict.fromkeys(names, "this planner cannot keep a value for each rank")
 
 
@@ -147,7 +147,7 @@ def _mapping_of(planner: Any, name: str) -> Mapping[str, Any] | None:
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:
-    """What stands for a method that a plugin need not have."""
+    """Used in place of an optional method that a plugin does not have."""
 
 
 def _takes_any_keyword(method: Callable[..., Any]) -> bool:

@@ -40,7 +40,7 @@ def is_callers_own(path: Sequence[Any], original: Any, opened: Any, found: Seque
 
 
 def _entry(container: Any, key: Any) -> Any:
-    """What stands under a key; paths have numbers as text."""
+    """The value under a key. Paths may have numbers as text."""
     if isinstance(container, list) or key not in container:
         return container[int(key)]
     return container[key]

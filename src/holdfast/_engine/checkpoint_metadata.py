@@ -59,7 +59,7 @@ def read_metadata(reader: ReaderPort, exchange: Exchange) -> tuple[Metadata, boo
 
 
 def _read_rank_metadata(shared: Metadata | None, reader: ReaderPort, exchange: Exchange) -> Metadata:
-    """What ranks wrote each for itself, as this rank may load it; ``shared`` where it has found that."""
+    """The metadata of this rank's own part; ``shared`` if this rank has found metadata of all ranks."""
     mine: list[Metadata] = []
 
     def read() -> CheckpointNotFoundError | None:

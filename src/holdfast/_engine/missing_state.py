@@ -35,7 +35,7 @@ class StateMaker:
     device: torch.device | None
 
     def complete(self, own: Any, stored: Any, *, add_own: bool) -> Any:
-        """What is stored, in containers of its own: the optimizer's values where it has them, else room.
+        """Copy the stored structure, with the optimizer's own values if it has them, and room for all others.
 
         Tensors are made without values; None stands for other values.
 

@@ -1,4 +1,4 @@
-"""What one rank sees of a checkpoint that keeps values which differed between the ranks that saved."""
+"""The checkpoint as one rank sees it, if values are kept in it that differed between the saving ranks."""
 
 import copy
 import dataclasses
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from holdfast._contents.nested_state import Path
-from holdfast._engine.saved_by_rank import find
 from holdfast._format.description import Directory
 from holdfast._human_units import some_of
 from holdfast._plan.flatten import Structure, containers_of, flat_key, paths_of
@@ -17,9 +16,10 @@ from holdfast._plan.metadata_entries import MetadataEntries, unchanged_entries
 from holdfast._plan.read_columns import stored_keys_of
 from holdfast._storage.item_places import ItemPlaces, StorageData, places_of
 from holdfast._tensors.chunks import is_sharded
+from holdfast._traverse import get_element
 from holdfast._user_warning import warn_user
 from holdfast.metadata import STORAGE_TYPES, Metadata, MetadataIndex, TensorStorageMetadata
-from holdfast.per_rank import KEPT, KeptKey, kept_key
+from holdfast.per_rank import KEPT, RankKey, kept_key
 from holdfast.planner import LoadPlan
 
 
@@ -111,7 +111,7 @@ def _named(index: MetadataIndex, key: str) -> MetadataIndex:
 
 
 def view_of_rank(metadata: Metadata, *, rank: int, world_size: int, state: Mapping[Any, Any]) -> RankView:
-    """What a rank sees of a checkpoint: the metadata itself where no value was kept for a rank.
+    """The checkpoint as one rank sees it: the metadata itself if no value was kept for a single rank.
 
     Args:
         metadata: The metadata.
@@ -129,9 +129,10 @@ def view_of_rank(metadata: Metadata, *, rank: int, world_size: int, state: Mappi
     shared.update(dict.fromkeys(elsewhere.shadowed(), elsewhere.largest_world))
     own_shapes = kept.shapes()
     own = {told.key: key for key, told in here.keys.items()}
-    for key in [key for key in own if key in every and is_sharded(find(state, here.path_of(key, own[key])))]:
-        shared[key] = world_size
-        del own[key]
+    for key, stored in list(own.items()):
+        if key in every and is_sharded(get_element(state, here.path_of(key, stored))):
+            shared[key] = world_size
+            del own[key]
     asked = {key.partition(".")[0] for key in state if type(key) is str and key.startswith(KEPT)}
     hidden = {key for key in kept.keys if key.partition(".")[0] not in asked}
     hidden.update(key for key in here.shadowed() if key not in own)
@@ -154,7 +155,7 @@ def view_of_rank(metadata: Metadata, *, rank: int, world_size: int, state: Mappi
 
 
 class _KeptForRanks:
-    """What a checkpoint keeps for single ranks.
+    """The values that a checkpoint keeps for single ranks.
 
     Attributes:
         keys: The stored keys, each taken apart.
@@ -165,16 +166,14 @@ class _KeptForRanks:
         self._every = metadata.state_dict_metadata
         self._planner_data = metadata.planner_data
         self._paths = paths_of(metadata.planner_data)
-        found = {
-            key: told for key in self._every if key.startswith(KEPT) and (told := kept_key(key)) is not None
-        }
+        found = {key: told for key in self._every if (told := kept_key(key)) is not None}
         # Of a planner that is not ours, a name without a value for all is a name like any other.
         is_ours = isinstance(metadata.planner_data, Structure)
         self.keys = {key: told for key, told in found.items() if is_ours or told.key in self._every}
         self.containers = {
             path: told
             for path in containers_of(metadata.planner_data)
-            if path and str(path[0]).startswith(KEPT) and (told := kept_key(flat_key(path))) is not None
+            if (told := kept_key(flat_key(path))) is not None
         }
 
     @property
@@ -183,8 +182,8 @@ class _KeptForRanks:
         told = [*self.keys.values(), *self.containers.values()]
         return max((one.world_size for one in told), default=0)
 
-    def of(self, is_wanted: Callable[[KeptKey], bool]) -> "_KeptForRanks":
-        """The same for some ranks only."""
+    def of(self, is_wanted: Callable[[RankKey], bool]) -> "_KeptForRanks":
+        """Only the values of some ranks."""
         some = copy.copy(self)
         some.keys = {key: told for key, told in self.keys.items() if is_wanted(told)}
         some.containers = {path: told for path, told in self.containers.items() if is_wanted(told)}

@@ -13,6 +13,9 @@ from holdfast._plan.flatten import PLAIN_VALUES, refusing_endless
 from holdfast.errors import UsageError
 from holdfast.stateful import Stateful
 
+ABSENT = object()
+"""Stands for the value of a key that a container does not have."""
+
 
 @dataclass(frozen=True)
 class OpenedState:
@@ -132,7 +135,7 @@ def _put_all_back(original: Any, opened: Any, states: set[int]) -> None:
     """Put loaded values into the original containers; what stands for an object is left to the object."""
     is_list = isinstance(original, list)
     for key, value in entries_of(opened):
-        before = original[key] if is_list else original.get(key, _ABSENT)
+        before = original[key] if is_list else original.get(key, ABSENT)
         # Most of what stands in a state is where it was.
         if before is value or id(value) in states:
             continue
@@ -141,6 +144,3 @@ def _put_all_back(original: Any, opened: Any, states: set[int]) -> None:
             _put_all_back(before, value, states)
         else:
             original[key] = value
-
-
-_ABSENT = object()

@@ -68,7 +68,7 @@ class SaveFutureForTorch(SaveFuture):
 
 
 def torch_futures(made: SaveFuture | AsyncSaveResponse) -> Any:
-    """What ``async_save`` returns: a future, or torch's response with two of them."""
+    """The return value of torch's ``async_save``: a future, or torch's response with two futures."""
     future: Any = made.upload_completion if isinstance(made, AsyncSaveResponse) else made
     future.__class__ = SaveFutureForTorch
     if not isinstance(made, AsyncSaveResponse):

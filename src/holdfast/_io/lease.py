@@ -25,7 +25,7 @@ from holdfast._format.names import save_of_lease
 from holdfast._io.lease_file import LeaseFile, LeaseHolder, find_living, held_here, living_and_dead
 from holdfast._io.pool import Worker
 from holdfast._io.store import ByteStore, Claim
-from holdfast.errors import StorageError
+from holdfast.errors import AccessDeniedError, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,13 @@ class Lease:
         if dead:
             self.leave()
         self._file.note(replaces=self.left_by_dead, dead=self.dead)
-        self._store.delete(dead)
+        try:
+            self._store.delete(dead)
+        except AccessDeniedError as error:
+            # Their data stays, too: one that was taken for dead by mistake has lost nothing if it commits.
+            logger.warning(
+                "%s: without the right to delete, files of killed saves stay: %s", self._store.url, error
+            )
 
     def keep(self) -> None:
         """Renew the lease from now on, in a thread. Does nothing if that goes on already."""

@@ -69,7 +69,7 @@ class NamedOptimizer:
         yield from self._others.get(number, ())
 
     def state_of(self, number: int) -> dict[Any, Any]:
-        """What the optimizer keeps for a parameter now; an empty dict if it keeps nothing."""
+        """The optimizer's present state of a parameter; an empty dict if there is none."""
         # Only get: the state is a defaultdict, which would make an entry.
         found: dict[Any, Any] = self.optimizer.state.get(self.parameters[number], {})
         return found
@@ -159,7 +159,7 @@ def read_optimizers(
 
 
 class _OwnState:
-    """What ``state_dict()`` of one optimizer returns, with names instead of its numbers.
+    """The ``state_dict()`` of one optimizer, with names instead of numbers.
 
     Attributes:
         groups: Its groups, with the names of their parameters.
@@ -192,7 +192,8 @@ class _OwnState:
         ]
         kept = dict(own[STATE])
         self._states = [kept.pop(number, _NO_STATE) for number in numbers]
-        self._of_no_parameter = kept
+        # A copy: a dict that was emptied keeps the room for what it had.
+        self._of_no_parameter = dict(kept.items())
         self.others = {key: value for key, value in own.items() if key not in (STATE, GROUPS)}
 
     def take_states(self) -> Iterator[tuple[Any, Any]]:

@@ -144,7 +144,7 @@ _STAND_INS = (functools.partial, StandIn, ArrayName, StorageName, TensorName)
 
 
 class _Rules:
-    """What both unpicklers allow; each is mixed with one of Python's."""
+    """The allow-list of both unpicklers; each is mixed with one of Python's."""
 
     def __init__(self, pickled: bytes, safe_globals: _Globals) -> None:
         super().__init__(io.BytesIO(pickled))  # type: ignore[call-arg]

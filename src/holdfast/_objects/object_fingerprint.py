@@ -67,7 +67,7 @@ def _framed(tag: bytes, content: bytes) -> bytes:
 
 
 def _digest(tag: bytes, parts: Iterable[bytes]) -> bytes:
-    """What stands for a value of several parts, each of which says where it ends."""
+    """The encoding of a value that has several parts. Each part says where it ends."""
     made = hashlib.blake2b(tag + b"|", digest_size=16)
     parts = iter(parts)
     while group := b"".join(islice(parts, 1024)):

@@ -58,10 +58,10 @@ def storage_of(content: bytearray, kind: StorageName, count: Any) -> torch.Untyp
     """The storage with these bytes, if they are as many as declared."""
     if type(count) is not int or count * kind.itemsize != len(content):
         raise TypeError(f"a storage of {count} elements has {len(content)} bytes")
-    return memory_of(content)
+    return storage_over(content)
 
 
-def memory_of(content: bytearray) -> torch.UntypedStorage:
+def storage_over(content: bytearray) -> torch.UntypedStorage:
     """The storage over these bytes, which are not copied."""
     if not content:
         return torch.empty(0, dtype=torch.uint8).untyped_storage()

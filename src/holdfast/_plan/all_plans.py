@@ -106,7 +106,7 @@ class AllPlans:
         )
 
     def describe(self) -> tuple[Description, list["array[int]"]]:
-        """What all rows write, and for each plan the positions of its items among the chunks of their keys.
+        """Describe all that is written; and for each plan, number its items among the chunks of their keys.
 
         Raises:
             InvalidPlanError: Two rows have the same key and offset, and are not shards.

@@ -110,7 +110,7 @@ class _Duplicates(NamedTuple):
 
 
 def _find_duplicates(table: AllPlans) -> _Duplicates | None:
-    """What several rows of the table can write; None if there is nothing.
+    """Find the chunks and objects that several rows of the table can write; None if there are none.
 
     Raises:
         InvalidPlanError: Ranks have different chunks at one place.

@@ -18,6 +18,7 @@ from holdfast._plan.load_coverage import is_of_another_rank, own_places
 from holdfast._plan.metadata_entries import description_of, directory_of, dtypes_of, is_one_whole_chunk
 from holdfast._plan.read_columns import ReadColumns, ReadItems
 from holdfast._plan.reshard import Resharding
+from holdfast._plan.tied_tensors import also_filled
 from holdfast._tensors.checkpointable import describes_itself
 from holdfast._tensors.chunks import dtype_of, global_shape, is_tensor, local_parts, refuse_undescribable
 from holdfast._tensors.layout_table import Layout, LayoutTable
@@ -42,7 +43,7 @@ def plan_load(
     ignore_mismatched_sizes: bool = False,
     paths: Mapping[str, Any] = MappingProxyType({}),
 ) -> LoadPlan:
-    """What one rank must read to fill a flat state, once it is known that everything fits.
+    """Plan what one rank reads to fill a flat state, after checking that everything fits.
 
     Args:
         state: The flat state.
@@ -62,13 +63,12 @@ def plan_load(
     directory, stored_dtypes = columns.directory, dtypes_of(metadata)
     report, containers = FitReport(), ContainerFit(paths, metadata)
     dtypes = DtypeFit(report, cast)
-    resharded, mismatched = list[tuple[str, int, Layout | None]](), list[str]()
+    resharded, mismatched = list[tuple[str, int, Layout | None]](), dict[str, str]()
+    missing = list[str]()
     for key, number in _take_whole(state, metadata, columns, report):
         value = state[key]
         if number is None:
-            why = containers.why_missing(key, value)
-            if why or not allow_missing:
-                report.add_missing(key, why)
+            missing.append(key)
             continue
         size, dtype = torch.Size(directory.shape(number)), stored_dtypes[directory.properties[number]]
         layout = layouts.of_plain(value, dtype)
@@ -76,10 +76,16 @@ def plan_load(
             resharded.append((key, number, layout))
             continue
         if ignore_mismatched_sizes and is_tensor(value) and global_shape(value) != size:
-            mismatched.append(f"{key} has {tuple(size)} in the checkpoint, {tuple(global_shape(value))} here")
+            mismatched[key] = f"has {tuple(size)} in the checkpoint, {tuple(global_shape(value))} here"
             continue
         _check_tensor(key, size, dtype, value, dtypes, layouts)
         resharded.append((key, number, None))
+    # Models whose weights are tied are stored with one of the names.
+    filled = also_filled(state, state.keys() - {*missing, *mismatched}) if missing else set[str]()
+    for key in missing:
+        why = containers.why_missing(key, state[key])
+        if why or not (allow_missing or key in filled):
+            report.add_missing(key, why)
     for key in containers.unfilled():
         report.add("kind", key, "the checkpoint has a value here, the state an empty container")
     _check_unexpected(state, metadata, report, refuse=refuse_unexpected)
@@ -89,7 +95,7 @@ def plan_load(
     if mismatched:
         logger.warning(
             "%d tensors are left as they are, because their shapes differ: %s",
-            *(len(mismatched), some_of(mismatched, _MOST_NAMED, "; ")),
+            *(len(mismatched), some_of([" ".join(each) for each in mismatched.items()], _MOST_NAMED, "; ")),
         )
     dtypes.warn()
     return LoadPlan(ReadItems(columns))

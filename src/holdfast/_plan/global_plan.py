@@ -25,7 +25,7 @@ from holdfast.planner import SavePlan, WriteItem
 def merge(
     plans: list[SavePlan], *, lowest_rank: bool, may_split: bool = False
 ) -> tuple[list[SavePlan], Metadata]:
-    """What each rank must write, each item once, and the metadata of all of it.
+    """Give each item to one rank, and make the metadata of all of them.
 
     Args:
         plans: What each rank can write, in rank order.
@@ -78,7 +78,7 @@ def _hinted(item: WriteItem, hint: int) -> WriteItem:
 
 
 def find_problems(metadata: Metadata, *, whole: bool) -> list[str]:
-    """What is wrong with the chunks of a plan: out of bounds, overlapping, or (if ``whole``) with gaps."""
+    """List chunks of a plan that are out of bounds, that overlap, or (if ``whole``) that leave gaps."""
     description, directory = description_of(metadata), directory_of(metadata)
     if description.all_are_whole():
         return []

@@ -1,4 +1,4 @@
-"""What one rank can write of a flat state: one item for each tensor, chunk and other value."""
+"""The local plan of a save: one item for each tensor, chunk and other value of a rank's flat state."""
 
 from typing import Any
 

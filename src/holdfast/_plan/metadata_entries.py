@@ -102,7 +102,7 @@ def dtypes_of(metadata: Metadata) -> list[torch.dtype]:
 
 
 def description_of(metadata: Metadata) -> Description:
-    """What the metadata describes, as columns; they are made from the records if somebody has seen those."""
+    """The entries of the metadata as columns, made from the records if somebody has changed those."""
     known, entries = unchanged_entries(metadata), metadata.state_dict_metadata
     if known is not None:
         return known.columns

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -48,7 +48,7 @@ class ReadBox(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ReadColumns:
-    """What one rank reads.
+    """The items of one rank's load plan.
 
     Attributes:
         directory: What the checkpoint holds.
@@ -109,7 +109,7 @@ class ReadItems(DeferredList[ReadItem]):
     def __init__(self, columns: ReadColumns) -> None:
         super().__init__(len(columns), columns.items, columns)
 
-    def _differs(self, make: Any) -> bool:  # noqa: ARG002
+    def _has_changed(self) -> bool:
         # A ReadItem and all that it holds cannot be changed.
         return False
 

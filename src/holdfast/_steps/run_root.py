@@ -138,7 +138,7 @@ class RunRoot:
         self.store.delete(marks_of_damage(folder, files))
 
     def read_run_metadata(self) -> dict[str, Any]:
-        """What was kept of the run."""
+        """The metadata of the run."""
         return read_json(self.store, RUN)
 
     def write_run_metadata(self, values: dict[str, Any]) -> None:

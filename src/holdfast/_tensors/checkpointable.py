@@ -35,7 +35,7 @@ def describes_itself(value: Any) -> bool:
 
 
 def items_to_write(key: str, value: Any) -> list[WriteItem]:
-    """What this rank writes of a value that describes itself; chunks without elements are left out.
+    """The items that this rank writes of a value that describes itself; empty chunks are left out.
 
     Raises:
         PlanError: The value gives something else than items of its own key.

@@ -165,7 +165,9 @@ def narrowed(tensor: torch.Tensor, starts: Sequence[int], lengths: Sequence[int]
     if tensor.shape == lengths:
         return tensor
     for dim, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        tensor = tensor.narrow(dim, start, length)
+        # Some tensor subclasses can be cut in one dimension only.
+        if length != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, start, length)
     return tensor
 
 
@@ -191,7 +193,7 @@ def empty_shards(value: DTensor, device: torch.device, dtype: torch.dtype | None
 
 
 def with_local_memory(value: DTensor, device: torch.device) -> DTensor:
-    """The same tensor, a parameter if it was one, with new, uninitialized memory for this rank's part."""
+    """A copy of the tensor with new, uninitialized memory for this rank's part; a parameter if it was one."""
     if isinstance(value, PartOfShard):
         return around(value, torch.empty_like(local_tensor(value).detach(), device=device))
     made = empty_shards(value, device)

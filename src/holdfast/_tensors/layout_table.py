@@ -1,4 +1,4 @@
-"""What this rank holds of DTensors, worked out once for all tensors of a layout.
+"""The boxes of DTensors that this rank holds, worked out once for all tensors of a layout.
 
 A model of thousands of parameters has a dozen layouts. Asking a mesh, reading placements and finding boxes
 takes some 30 microseconds; looking up a layout that is known takes one.
@@ -18,7 +18,7 @@ from holdfast.metadata import ChunkStorageMetadata
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Layout:
-    """What DTensors of one mesh, with the same placements and shapes, have in common on this rank.
+    """The boxes that this rank holds of DTensors of one mesh, with the same placements and shapes.
 
     Attributes:
         mesh: The mesh. It is kept alive, so that no other one gets its id.

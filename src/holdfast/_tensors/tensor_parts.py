@@ -54,7 +54,7 @@ class TensorParts(dict[str, Any]):
         return ".".join(map(str, self.about.get("class", ())))
 
     def with_parts(self, change: Callable[[Any], Any]) -> "TensorParts":
-        """The same with ``change`` of each part that has no parts itself."""
+        """A copy, with ``change`` applied to each part that has no parts itself."""
         made = {
             name: part.with_parts(change) if isinstance(part, TensorParts) else change(part)
             for name, part in self.items()

@@ -28,7 +28,7 @@ class Arrays(Protocol):
 
 
 def arrays_of(framework: Framework) -> Arrays:
-    """What makes the memory for a framework.
+    """The factory of arrays for a framework.
 
     Raises:
         UsageError: It is neither ``"torch"`` nor ``"numpy"``.

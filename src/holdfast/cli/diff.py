@@ -24,7 +24,7 @@ Entry = TensorEntry | ObjectEntry
 
 @dataclass
 class _Difference:
-    """What two checkpoints differ in.
+    """The differences between two checkpoints.
 
     Attributes:
         only_first: Keys that the second one does not have.

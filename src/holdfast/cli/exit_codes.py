@@ -16,7 +16,7 @@ INTERRUPTED, NOBODY_READS = 130, 141
 
 
 def exit_code(error: Exception) -> int:
-    """What an error says: a refusal, a checkpoint that is damaged, or one that could not be read at all."""
+    """The exit code for an error: a refusal, a damaged checkpoint, or one that could not be read at all."""
     if says_damaged(error):
         return DAMAGED
     return WRONG_USAGE if isinstance(error, _REFUSALS) else UNREADABLE

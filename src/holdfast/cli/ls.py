@@ -107,7 +107,7 @@ def _lines(
 
 
 def _kept_line(kept: list[Entry]) -> list[str]:
-    """What was kept for single ranks, in one line; none if there is nothing."""
+    """One line about values that were kept for single ranks; none if there are none."""
     if not kept:
         return []
     told = [found for entry in kept if (found := kept_key(entry.key))]

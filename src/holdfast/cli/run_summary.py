@@ -44,7 +44,7 @@ class RunStep(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """What was read of one step; None is not known."""
+    """The facts that were read of one step; None if unknown."""
 
     nbytes: int | None = None
     seconds: float | None = None

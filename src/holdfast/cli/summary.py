@@ -14,7 +14,7 @@ __all__ = ["states_of_files", "summarize"]
 
 
 def summarize(part: Inventory, store: FileSource, sizes: dict[str, int]) -> dict[str, Any]:
-    """What one metadata file says, and what the folder has of it.
+    """Summarize one metadata file, and which of its data files are there.
 
     Args:
         part: The metadata.

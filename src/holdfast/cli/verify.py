@@ -75,7 +75,7 @@ def _lines(
 
 
 def _verdict(report: Findings) -> str:
-    """What is said of a checkpoint in which nothing is damaged."""
+    """The verdict on a checkpoint in which nothing is damaged."""
     if not report.unchecked:
         return "sound"
     return "sound as far as it could be checked" if report.checked_nbytes else "complete, content not checked"
