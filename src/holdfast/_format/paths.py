@@ -88,6 +88,8 @@ def decode_paths(keys: list[str], encoded: list[Any], *, path: str) -> dict[str,
 def _decode_path(steps: Any, path: str) -> tuple[Any, ...]:
     if not isinstance(steps, list):
         raise _bad(path, steps)
+    if {str}.issuperset(map(type, steps)):  # as almost all are
+        return tuple(steps)
     return tuple(_decode_step(step, path) for step in steps)
 
 

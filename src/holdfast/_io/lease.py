@@ -25,7 +25,7 @@ from holdfast._format.names import save_of_lease
 from holdfast._io.lease_file import LeaseFile, LeaseHolder, find_living, held_here, living_and_dead
 from holdfast._io.pool import Worker
 from holdfast._io.store import ByteStore, Claim
-from holdfast.errors import AccessDeniedError, StorageError
+from holdfast.errors import StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Lease:
         self._file.note(replaces=self.left_by_dead, dead=self.dead)
         try:
             self._store.delete(dead)
-        except AccessDeniedError as error:
+        except PermissionError as error:
             # Their data stays, too: one that was taken for dead by mistake has lost nothing if it commits.
             logger.warning(
                 "%s: without the right to delete, files of killed saves stay: %s", self._store.url, error

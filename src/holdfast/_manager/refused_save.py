@@ -18,5 +18,5 @@ class RefusingPlanner(DefaultSavePlanner):
         self._error = error
 
     def set_up_planner(self, *_: Any, **__: Any) -> None:
-        """Refuse."""
+        """Raise the error: the save is refused."""
         raise self._error

@@ -21,6 +21,7 @@ from holdfast._plan.reshard import Resharding
 from holdfast._plan.tied_tensors import also_filled
 from holdfast._tensors.checkpointable import describes_itself
 from holdfast._tensors.chunks import dtype_of, global_shape, is_tensor, local_parts, refuse_undescribable
+from holdfast._tensors.host import has_its_memory
 from holdfast._tensors.layout_table import Layout, LayoutTable
 from holdfast.errors import DtypeMismatchError, PlanError, ShapeMismatchError
 from holdfast.metadata import Metadata
@@ -131,6 +132,7 @@ def _take_whole(
             and value.dtype is dtypes[properties[number]]
             and value.layout is strided
             and value.is_contiguous()
+            and has_its_memory(value)
             and (all_are_whole or is_one_whole_chunk(directory, number))
         ):
             others.append((key, number))
@@ -170,6 +172,9 @@ def _check_tensor(
     except PlanError as error:
         report.add("kind", key, str(error).removeprefix(f"{key}: "))
         return
+    if not all(map(has_its_memory, memory)):
+        problem = "the storage of the state's tensor was freed or resized: there is no memory to load into"
+        report.add("kind", key, problem)
     if any(map(_repeats_memory, memory)):
         report.add("kind", key, "several elements of the state's tensor share one place in memory")
     for wanted in {part.dtype for part in memory} if describes_itself(value) else {dtype_of(value)}:
@@ -218,9 +223,9 @@ def _repeats_memory(tensor: torch.Tensor) -> bool:
     else:
         return False
     # What torch.as_strided made may still have a place for each element.
-    places = torch.zeros(1, dtype=torch.int64)
+    places = torch.zeros(1, dtype=torch.int64, device="cpu")
     for step, length in by_step:
-        places = (places[:, None] + step * torch.arange(length)).flatten()
+        places = (places[:, None] + step * torch.arange(length, device="cpu")).flatten()
     return bool((places.sort().values.diff() == 0).any())
 
 

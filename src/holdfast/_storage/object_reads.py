@@ -35,7 +35,7 @@ def object_jobs(context: ReadContext, file: StoredFile, lines: _Lines) -> list[C
 
 def _read(context: ReadContext, file: StoredFile, lines: _Lines) -> None:
     if len(lines) == 1:
-        _deliver(context, [_stream_of(context, file, line) for line in lines])
+        _deliver(context, file.path, [_stream_of(context, file, line) for line in lines])
         return
     begin, end = lines[0][0].offset, max(info.end for info, _ in lines)
     with context.budget.hold(2 * (end - begin)):  # each value is copied out
@@ -46,7 +46,7 @@ def _read(context: ReadContext, file: StoredFile, lines: _Lines) -> None:
             lambda: [info.payload for info, _ in lines if context.verify and info.is_checked],
         )
         window = ReadWindow(file.path, begin, content)
-        _deliver(context, [_stream_of(context, window, line) for line in lines])
+        _deliver(context, file.path, [_stream_of(context, window, line) for line in lines])
 
 
 def _stream_of(context: ReadContext, file: ItemFile, line: _Line) -> tuple[ReadItem, io.BytesIO]:
@@ -56,11 +56,11 @@ def _stream_of(context: ReadContext, file: ItemFile, line: _Line) -> tuple[ReadI
     return item, LoadedObject(*stored) if stored.head else io.BytesIO(stored.payload)
 
 
-def _deliver(context: ReadContext, values: Sequence[tuple[ReadItem, io.BytesIO]]) -> None:
+def _deliver(context: ReadContext, path: str, values: Sequence[tuple[ReadItem, io.BytesIO]]) -> None:
     """Give values to the planner. Threads that took turns for each would wait for most of the time."""
     calls = context.calls
     with calls.lock:
         for item, stream in values:
-            with naming(item.dest_index.fqn):
+            with naming(item.dest_index.fqn, path):
                 calls.planner.load_bytes(item, stream)
             calls.touched.append(item.dest_index.fqn)

@@ -177,7 +177,7 @@ class _CopiedPart:
     def _check(self) -> None:
         """Read the copy, and compare every byte with the checksums of the checkpoint."""
         report = Findings()
-        jobs = list(part_jobs(self.target, self.part, self.target.list(), report))
+        jobs = list(part_jobs(self.target, self.part, self.target.sizes(self.part.files), report))
         with self._showing("checking", sum(self.part.files.values())) as tracker:
             report.on_progress = tracker.advance
             pool.run(jobs, threads=_THREADS)

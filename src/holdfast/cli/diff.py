@@ -46,7 +46,7 @@ class _Difference:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is none."""
+        """Whether the checkpoints are equal."""
         return not (self.only_first or self.only_second or self.kinds or self.values or self.damaged)
 
 
@@ -72,7 +72,7 @@ def _compare(first: str, second: str) -> _Difference:
         damaged=[
             {"path": path, "file": file["name"], "state": file["state"]}
             for path, place, part in zip((first, second), places, parts, strict=True)
-            for file in states_of_files(part, place.sizes())
+            for file in states_of_files(part, place.sizes(part))
             if file["state"] != "present"
         ],
     )

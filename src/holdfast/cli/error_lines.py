@@ -26,7 +26,7 @@ def explain(error: CheckpointError | OSError) -> int:
 
 
 def run_each(paths: Sequence[str], action: Callable[[str], int]) -> int:
-    """Do something with each path, whatever happens with the others, and return the highest exit code."""
+    """Call ``action`` with each path, also after errors of others; returns the highest exit code."""
     if len(paths) == 1:
         return action(paths[0])
     code = 0

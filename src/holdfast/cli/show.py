@@ -30,8 +30,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show(path: str, arguments: argparse.Namespace) -> int:
     checkpoint = open_checkpoint(path)
-    sizes = checkpoint.sizes()
-    parts = [summarize(part, checkpoint.store, sizes) for part in checkpoint.parts()]
+    found = list(checkpoint.parts())
+    sizes = checkpoint.sizes(*found)
+    parts = [summarize(part, checkpoint.store, sizes) for part in found]
     if arguments.json:
         write_json({"schema": "holdfast.show/1", "path": path, "parts": parts})
     else:

@@ -46,7 +46,7 @@ def _document(
         "ok": not damages,
         "written_by": sorted({part.source for part in parts}),
         "files": sum(len(part.files) for part in parts),
-        "items": sum(1 for part in parts for _ in part.items()),
+        "items": sum(part.item_count for part in parts),
         "checked_nbytes": report.checked_nbytes,
         "damage": [asdict(damage) for damage in damages],
         "notes": report.notes,
@@ -68,7 +68,7 @@ def _lines(
     for limit in limits(parts, report):
         yield f"{style.bold('limit')}    {printable(limit)}"
     files = sum(len(part.files) for part in parts)
-    items = sum(1 for part in parts for _ in part.items())
+    items = sum(part.item_count for part in parts)
     what = f"{counted(items, 'item')} in {counted(files, 'data file')}"
     verdict = style.bad("DAMAGED") if damages else style.good(_verdict(report))
     yield f"{printable(path)}: {verdict}: {what}, {size_text(report.checked_nbytes)} checked"
