@@ -206,7 +206,7 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
                 progress=self.context.progress,
             )
         except BaseException:
-            # Whoever saves without our engine may never say that the save is over.
+            # A program that saves without our engine may never say that the save is over.
             if self._lease is not None:
                 self._lease.pause()
             raise
