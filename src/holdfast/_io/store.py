@@ -24,6 +24,7 @@ from holdfast.errors import (
     AccessDeniedError,
     CheckpointError,
     CheckpointExistsError,
+    CheckpointNotFoundError,
     MetadataFormatError,
     StorageError,
     UsageError,
@@ -147,7 +148,7 @@ class Below(NamedTuple):
 
 
 class Claim:
-    """A place that is one save's alone, if its store can keep others out; this one keeps nobody out."""
+    """The lock of a place. This one keeps nobody out: for stores that have no locks."""
 
     def release(self) -> None:
         """Let others in. Does nothing the second time."""
@@ -159,7 +160,8 @@ class FileSource(ABC):
     Attributes:
         url: How the user would name the place.
         traits: What is fast on this store, and what it can do.
-        reads_whole_rows: Whether what is read is passed on to ranks that need other columns of the same rows.
+        reads_whole_rows: Whether the bytes that are read go to other ranks, too, which need other columns of
+            the same rows.
     """
 
     url: str
@@ -178,6 +180,18 @@ class FileSource(ABC):
     def names(self) -> set[str]:
         """The name of every file; cheaper than ``list`` on some stores."""
         return set(self.list())
+
+    def known_names(self, *wanted: str) -> set[str]:
+        """The name of every file; where they cannot be listed, those of ``wanted`` that are there."""
+        return (self.names() if self.can_list else set()) or set(filter(self.exists, wanted))
+
+    def sizes(self, wanted: Iterable[str]) -> dict[str, int]:
+        """As ``known_names``, with the sizes."""
+        found = self.list() if self.can_list else {}
+        for name in () if found else wanted:
+            with contextlib.suppress(CheckpointNotFoundError), self.open(name) as file:
+                found[name] = file.nbytes
+        return found
 
     def folders_with(self, names: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
         """Folders directly below this place, for messages: those with a file of these names, and the others.
@@ -294,7 +308,7 @@ class ByteStore(FileSource):
             durable: Whether ``finish`` waits for stable storage.
 
         Raises:
-            StorageError: There is something of that name, be it a dangling link; it stays as it was.
+            StorageError: A file, folder or link of that name exists. It is not touched.
         """
 
     def create_over(self, name: str, *, nbytes_hint: int | None = None) -> FileWriter:
@@ -346,7 +360,7 @@ class ByteStore(FileSource):
         """Make a new file of a size, full of zeros, to be written in ranges. Only with ``random_writes``.
 
         Raises:
-            StorageError: There is something of that name; it is not touched.
+            StorageError: A file, folder or link of that name exists. It is not touched.
         """
         raise NotImplementedError
 

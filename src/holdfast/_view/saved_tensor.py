@@ -104,7 +104,7 @@ class SavedTensor:
         )
 
     def __repr__(self) -> str:
-        chunks = len(self._entry.chunks)
+        chunks = self._entry.chunk_count
         parts = "" if chunks == 1 else f", {chunks} chunks"
         what = f"{self.dtype} {shape_text(self.shape)} {size_text(self.nbytes)}"
         return f"<SavedTensor {self.key!r} {what}{parts}>"
@@ -198,7 +198,7 @@ def _incomplete(key: str, problem: str) -> IncompleteCheckpointError:
 
 
 def _finished(array: Any, wanted: IndexedBox) -> Any:
-    """What the index means, of what was read."""
+    """Apply the steps and integers of the index to the array that was read."""
     if tuple(array.shape) != wanted.shape:
         array = array[tuple(slice(None, None, step) for step in wanted.steps)]
         # What lies between is not kept in memory.

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
             "folder of a run"
         )
     part = join_parts(list(checkpoint.parts()))
-    summary = summarize(part, checkpoint.store, checkpoint.store.list())
+    summary = summarize(part, checkpoint.store, checkpoint.sizes(part))
     wrong = [f"{file['name']}: {file['state']}" for file in summary["files"] if file["state"] != "present"]
     integrity = _verified(checkpoint, arguments) if arguments.verify else Integrity(wrong)
     _write(arguments, checkpoint_page(arguments.path, part, summary, integrity), integrity)
