@@ -2,7 +2,7 @@
 
 import fnmatch
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -107,14 +107,10 @@ def select(
     """
     there = list(source.metadata.state_dict_metadata)
     wanted = set(there) if keys is None else _matching(there, keys)
-    # Others may have any names, and keep nothing for each rank.
-    kept = {key for key in wanted if key.startswith(KEPT)} if source.format == "holdfast" else set()
-    if kept and not with_kept_values:
+    kept = _kept_values(source, wanted)
+    if not with_kept_values:
         wanted -= kept
-        logger.warning(
-            "%s: values that were kept for each rank are left out, as the target has one of each: %s",
-            *(source.url, some_of(sorted(kept), 5)),
-        )
+        _warn_of_left_out(source, kept)
     containers = containers_of(source.metadata.planner_data)
     if isinstance(rename, Mapping):
         _refuse_idle(rename, [*there, *map(flat_key, containers)])
@@ -131,9 +127,9 @@ def select(
             refuse_reserved([name])
         chosen.entries[name] = _entry(source, key, name, dtype)
         moved[path] = chosen.structure[name] = path if name == key else new_path(name, path)
-    places = moved_containers(moved)
     # How many taken values come before each position of the source.
     counts = [*accumulate((key in wanted for key in there), initial=0)]
+    places = moved_containers(moved)
     for path, container in containers.items():
         place = places[path] if path in places else _place_of_empty(path, keys, rename, places)
         if place is not None:
@@ -143,6 +139,19 @@ def select(
         chosen.structure = without_gaps(chosen.structure)
         refuse_values_in_values(chosen.structure)
     return chosen
+
+
+def _kept_values(source: Source, wanted: Iterable[str]) -> set[str]:
+    """The keys of values that were kept for each rank. Other formats may have any names, and keep none."""
+    return {key for key in wanted if key.startswith(KEPT)} if source.format == "holdfast" else set()
+
+
+def _warn_of_left_out(source: Source, kept: Collection[str]) -> None:
+    if kept:
+        logger.warning(
+            "%s: values that were kept for each rank are left out, as the target has one of each: %s",
+            *(source.url, some_of(sorted(kept), 5)),
+        )
 
 
 def _place_of_empty(

@@ -77,7 +77,7 @@ def plan_load(
             resharded.append((key, number, layout))
             continue
         if ignore_mismatched_sizes and is_tensor(value) and global_shape(value) != size:
-            mismatched[key] = f"has {tuple(size)} in the checkpoint, {tuple(global_shape(value))} here"
+            mismatched[key] = f"{key} has {tuple(size)} in the checkpoint, {tuple(global_shape(value))} here"
             continue
         _check_tensor(key, size, dtype, value, dtypes, layouts)
         resharded.append((key, number, None))
@@ -93,11 +93,7 @@ def plan_load(
     resharding = Resharding(columns, layouts)
     for key, number, layout in resharded:
         resharding.fill_tensor(key, number, state[key], layout)
-    if mismatched:
-        logger.warning(
-            "%d tensors are left as they are, because their shapes differ: %s",
-            *(len(mismatched), some_of([" ".join(each) for each in mismatched.items()], _MOST_NAMED, "; ")),
-        )
+    _warn_of_mismatched(mismatched)
     dtypes.warn()
     return LoadPlan(ReadItems(columns))
 
@@ -152,6 +148,14 @@ def _check_unexpected(
     report.raise_if_any(lambda: unexpected or _unexpected(state, metadata))
     if refuse is None:
         _warn_of_forgotten(unexpected, state, metadata)
+
+
+def _warn_of_mismatched(mismatched: Mapping[str, str]) -> None:
+    if mismatched:
+        logger.warning(
+            "%d tensors are left as they are, because their shapes differ: %s",
+            *(len(mismatched), some_of([*mismatched.values()], _MOST_NAMED, "; ")),
+        )
 
 
 def _check_tensor(

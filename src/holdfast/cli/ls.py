@@ -12,8 +12,7 @@ from typing import Any
 from holdfast._any_format import open_checkpoint
 from holdfast._contents.inventory import Inventory, ObjectEntry, TensorEntry
 from holdfast._format.item_table import StorageInfo
-from holdfast.cli.error_lines import complain, run_each
-from holdfast.cli.exit_codes import FINE, WRONG_USAGE
+from holdfast.cli.exit_codes import FINE, WRONG_USAGE, complain, run_each
 from holdfast.cli.small_objects import as_json, read_small, value_text
 from holdfast.cli.text import (
     Style,

@@ -10,8 +10,7 @@ from holdfast._contents.findings import Damage, Findings
 from holdfast._contents.inventory import Inventory
 from holdfast._contents.verifying import check_checkpoint, limits
 from holdfast._human_units import some_of
-from holdfast.cli.error_lines import run_each
-from holdfast.cli.exit_codes import DAMAGED, FINE
+from holdfast.cli.exit_codes import DAMAGED, FINE, run_each
 from holdfast.cli.text import Style, counted, printable, size_text, write_json, write_lines
 
 __all__ = ["run", "where_text"]
