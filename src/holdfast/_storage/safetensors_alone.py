@@ -6,7 +6,7 @@ last.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from holdfast._hf_utils import (
     SAVED_OFFSETS_KEY,
     _gen_file_name,
 )
-from holdfast._io.progress import ProgressTracker
 from holdfast._io.store import ByteStore
 from holdfast._storage.cleanup import delete_quietly
 from holdfast._storage.safetensors_commit import replaced_files
@@ -36,23 +35,18 @@ from holdfast._storage.safetensors_layout import (
     refuse_what_is_no_tensor,
     stored_tensor,
 )
-from holdfast._storage.safetensors_writing import write_chunks
 from holdfast.errors import IncompleteWriteError, UsageError
 from holdfast.metadata import ChunkStorageMetadata
-from holdfast.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem
+from holdfast.planner import SavePlan, TensorWriteData, WriteItem
 from holdfast.storage import WriteResult
 
 
 def write_alone(
     store: ByteStore,
     plan: SavePlan,
-    planner: SavePlanner,
     options: ExportOptions,
     save_id: str,
-    *,
-    threads: int,
-    budget: int,
-    progress: ProgressTracker,
+    write_chunks: Callable[[SavePlan], list[WriteResult]],
 ) -> list[WriteResult]:
     """Write the tensors of a plan into files of their own.
 
@@ -61,12 +55,9 @@ def write_alone(
         plan: What to write. Its ``storage_data`` may say ``fqn_to_index_mapping``, and ``shard_index``, the
             number of the rank from 1 on: then files have parts of tensors, and the number in their names.
             Without it each tensor must be whole.
-        planner: Gives the data.
         options: How tensors are cast and renamed.
         save_id: The save.
-        threads: How many threads write, at most.
-        budget: The most memory taken besides the state.
-        progress: Is told of the bytes that were written.
+        write_chunks: Writes the chunks of a plan at their places in files that have their sizes.
 
     Returns:
         The file of each item, without the place in it.
@@ -101,7 +92,7 @@ def write_alone(
             store.reserve(file.temporary, file.nbytes)
             with store.open_ranges(file.temporary) as output:
                 output.write_at(0, memoryview(headers[file.name]))
-        results = write_chunks(store, whole, planner, threads=threads, budget=budget, progress=progress)
+        results = write_chunks(whole)
         for file in files:
             store.rename(file.temporary, file.name)
         store.sync()
