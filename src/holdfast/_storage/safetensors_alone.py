@@ -8,6 +8,7 @@ last.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,35 +78,46 @@ def write_alone(
     items = [_as_tensor(item, may_be_part=shard is not None) for item in plan.items]
     names = {item.index.fqn: options.new_name(item.index.fqn) for item in items}
     offsets = {names[item.index.fqn]: _offsets(item) for item in plan.items}
-    headers: dict[str, bytes] = {}
-    files: list[ExportFile] = []
+    files, headers = list[ExportFile](), list[bytes]()
     for name, tensors in _files(items, options, told, shard).items():
         attributes = _attributes(tensors, None if shard is None else offsets)
-        files.append(
-            ExportFile(name, temporary_file(len(files), save_id), *place_tensors(tensors, attributes))
-        )
-        headers[name] = build_header(files[-1].tensors, attributes)
+        placed, nbytes = place_tensors(tensors, attributes)
+        files.append(ExportFile(name, temporary_file(len(files), save_id), placed, nbytes))
+        headers.append(build_header(placed, attributes))
     whole = replace(plan, items=items)
     whole = replace(whole, storage_data=places_of_rank(ModelLayout(files, names), whole))
+    results = _write_files(store, files, headers, partial(write_chunks, whole))
+    final = {file.temporary: file.name for file in files}
+    written = {result.index: result for result in results}
+    return [_without_place(written[item.index], final) for item in plan.items]
+
+
+def _without_place(result: WriteResult, final: Mapping[str, str]) -> WriteResult:
+    """A result that names the file as it is called in the end, and no place in it."""
+    name = final[result.storage_data.relative_path]
+    return replace(result, storage_data=StorageInfo(name, 0, result.size_in_bytes))
+
+
+def _write_files(
+    store: ByteStore,
+    files: Sequence[ExportFile],
+    headers: Sequence[bytes],
+    write_chunks: Callable[[], list[WriteResult]],
+) -> list[WriteResult]:
+    """Make the files, have them filled, and give them their names; none of them is left after a failure."""
     try:
-        for file in files:
+        for file, header in zip(files, headers, strict=True):
             store.reserve(file.temporary, file.nbytes)
             with store.open_ranges(file.temporary) as output:
-                output.write_at(0, memoryview(headers[file.name]))
-        results = write_chunks(whole)
+                output.write_at(0, memoryview(header))
+        results = write_chunks()
         for file in files:
             store.rename(file.temporary, file.name)
         store.sync()
     except BaseException:
         delete_quietly(store, {file.temporary for file in files})
         raise
-    final = {file.temporary: file.name for file in files}
-    nbytes = {result.index: result.size_in_bytes for result in results}
-    places = {result.index: final[result.storage_data.relative_path] for result in results}
-    return [
-        WriteResult(item.index, nbytes[item.index], StorageInfo(places[item.index], 0, nbytes[item.index]))
-        for item in plan.items
-    ]
+    return results
 
 
 def _as_tensor(item: WriteItem, *, may_be_part: bool) -> WriteItem:
