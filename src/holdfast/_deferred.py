@@ -236,7 +236,7 @@ class DeferredEntries(DeferredDict[str, V], Generic[V]):
 
     @property
     def is_open(self) -> bool:
-        """Whether an entry that somebody has looked at differs from what it was made from."""
+        """Whether an entry that was made differs from what it was made from."""
         if self._make is not None and any(
             entry != self._make_one(key, self._numbers[key]) for key, entry in [*self._seen.items()]
         ):

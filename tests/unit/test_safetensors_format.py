@@ -98,6 +98,8 @@ HOSTILE = {
     "attributes that are no text": file_with({"__metadata__": {"a": 1}}),
     "a key twice": doubled({"a": entry(0, 8, [2]), "A": entry(0, 8, [2], "I32")}),
     "no shape": file_with({"a": {"dtype": "F32", "data_offsets": [0, 4]}}, 4),
+    "no offsets": file_with({"a": {"dtype": "F32", "shape": [1]}}, 4),
+    "offsets that are text": file_with({"a": {"dtype": "F32", "shape": [1], "data_offsets": "04"}}, 4),
     "deep nesting": file_with({}) and (100_000).to_bytes(8, "little") + b"[" * 100_000,
     "a header beyond the end": (1000).to_bytes(8, "little") + b"{}",
     "a huge header": (1 << 62).to_bytes(8, "little") + b"{}",
@@ -114,6 +116,13 @@ def test_what_cannot_be_is_refused(case: str) -> None:
     if case not in {"many dimensions", "a key twice"}:
         with pytest.raises((safetensors.SafetensorError, KeyError)):
             load_with_safetensors(HOSTILE[case])
+
+
+def test_attributes_may_have_the_names_of_a_tensors_fields() -> None:
+    attributes = {"dtype": "any", "shape": "[3]", "data_offsets": ""}
+    found = parse(file_with({"__metadata__": attributes, "a": entry(0, 8, [2])}, 8))
+    assert found.attributes == attributes
+    assert [tensor.key for tensor in found.tensors] == ["a"]
 
 
 def test_a_file_that_was_cut_is_told_from_a_damaged_one() -> None:

@@ -1,4 +1,4 @@
-"""Owns the error for a place without metadata: what is there instead, and whether it can be a first start."""
+"""Owns the error for a place without metadata: it says what is there instead."""
 
 import os
 

@@ -5,14 +5,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from holdfast._contents.nested_state import Container
 from holdfast._format import metadata_file
 from holdfast._format.description import OBJECT, ints
 from holdfast._format.dtypes import DTYPES
 from holdfast._format.item_table import StorageInfo
-from holdfast._format.manifest import Manifest, decode, decode_user_metadata
+from holdfast._format.manifest import Manifest, StoredItems, decode, decode_user_metadata
 from holdfast._format.paths import decode_containers, decode_paths
 from holdfast._format.stored_record import open_record
 from holdfast._transfer_record import TransferRecord
@@ -37,14 +37,41 @@ class StoredChunk(NamedTuple):
     item: StorageInfo | None
 
 
+class ChunkSource(Protocol):
+    """Knows the chunks of tensors, and makes records of them when somebody asks: a listing does not."""
+
+    def chunks(self, entry: "TensorEntry") -> list[StoredChunk]: ...
+
+
 class TensorEntry(NamedTuple):
-    """A tensor; ``nbytes`` counts its elements, None for a dtype that this version does not know."""
+    """A tensor.
+
+    Attributes:
+        key: Its flat key.
+        dtype: The name of its dtype.
+        shape: Its shape.
+        nbytes: The bytes of its elements; None for a dtype that this version does not know.
+        chunk_count: In how many chunks it is.
+        is_stored: Whether the metadata names a place for each of them.
+        row: The number of its first chunk among those of the source.
+        box_at: Where the source has the offsets, and the lengths, of that chunk.
+        source: What knows the chunks.
+    """
 
     key: str
     dtype: str
     shape: Ints
     nbytes: int | None
-    chunks: list[StoredChunk]
+    chunk_count: int
+    is_stored: bool
+    row: int
+    box_at: int
+    source: ChunkSource
+
+    @property
+    def chunks(self) -> list[StoredChunk]:
+        """Its chunks, made anew at each call."""
+        return self.source.chunks(self)
 
 
 class ObjectEntry(NamedTuple):
@@ -59,7 +86,7 @@ class Inventory:
     """What one metadata file says of a checkpoint. What it does not say is None.
 
     Attributes:
-        source: Who wrote it.
+        source: Which program wrote it.
         path: The metadata file, for messages.
         rank: For a rank's own part of a checkpoint (``__3.metadata``), that rank.
         nbytes: The size of the metadata file.
@@ -105,6 +132,11 @@ class Inventory:
     def objects(self) -> list[ObjectEntry]:
         """The objects alone."""
         return [entry for entry in self.entries if isinstance(entry, ObjectEntry)]
+
+    @property
+    def item_count(self) -> int:
+        """How many items there are."""
+        return sum(1 if isinstance(entry, ObjectEntry) else entry.chunk_count for entry in self.entries)
 
     def items(self) -> Iterator[tuple[str, StoredChunk | None, StorageInfo | None]]:
         """Each item's key, its chunk (None for an object) and its place."""
@@ -242,37 +274,51 @@ def inventory_of(
     )
 
 
+class _ManifestChunks:
+    """The chunks that a manifest describes, each made from its row in the columns."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._stored = StoredItems(manifest)
+        self._offsets = ints(manifest.chunk_offsets, "q")
+        self._lengths = ints(manifest.chunk_lengths, "q")
+
+    def item(self, row: int) -> StorageInfo | None:
+        """The item of a row; None if it has no place, as only torch's metadata may say."""
+        return self._stored.record(row) if self._stored.nbytes[row] >= 0 else None
+
+    @cached_property
+    def _items(self) -> list[StorageInfo | None]:
+        """All of them: who wants the chunks of one tensor mostly wants those of many."""
+        return [item if item.length >= 0 else None for item in self._stored.records()]
+
+    def chunks(self, entry: TensorEntry) -> list[StoredChunk]:
+        ndim, found = len(entry.shape), []
+        for number in range(entry.chunk_count):
+            box = slice(entry.box_at + number * ndim, entry.box_at + (number + 1) * ndim)
+            offsets, lengths = tuple(self._offsets[box]), tuple(self._lengths[box])
+            found.append(StoredChunk(offsets, lengths, self._items[entry.row + number]))
+        return found
+
+
 def _entries(manifest: Manifest) -> Iterator[TensorEntry | ObjectEntry]:
-    # An item of -1 bytes has no place: only torch's metadata may describe such a chunk.
-    items = (item if item.length >= 0 else None for item in manifest.items())
-    if manifest.all_are_whole():
-        yield from _whole_entries(manifest, items)
-        return
-    for key, properties, numbers, boxes in manifest.entries():
-        if properties is None:
-            yield ObjectEntry(key, next(items))
-            continue
-        shape, dtype = tuple(numbers), manifest.properties[properties][0]
-        chunks = [StoredChunk(tuple(offsets), tuple(lengths), next(items)) for offsets, lengths in boxes]
-        yield TensorEntry(key, dtype, shape, tensor_nbytes(dtype, shape), chunks)
-
-
-def _whole_entries(
-    manifest: Manifest, items: Iterator[StorageInfo | None]
-) -> Iterator[TensorEntry | ObjectEntry]:
-    """The same where every tensor is one chunk, in half of the time: the largest listings are such."""
-    ndims, numbers = iter(manifest.tensor_ndims), ints(manifest.tensor_shapes, "q").tolist()
-    properties, at = iter(ints(manifest.tensor_properties, "I")), 0
-    for key, kind, item in zip(manifest.keys, manifest.kinds, items, strict=True):
+    source, ndims = _ManifestChunks(manifest), iter(manifest.tensor_ndims)
+    counts, properties = iter(ints(manifest.tensor_chunks, "I")), iter(ints(manifest.tensor_properties, "I"))
+    shapes, dtypes = ints(manifest.tensor_shapes, "q").tolist(), [about[0] for about in manifest.properties]
+    nbytes = manifest.item_column("nbytes")
+    all_are_stored = min(nbytes, default=0) >= 0
+    row = at = box_at = 0
+    for key, kind in zip(manifest.keys, manifest.kinds, strict=True):
         if kind == OBJECT:
-            yield ObjectEntry(key, item)
+            yield ObjectEntry(key, source.item(row))
+            row += 1
             continue
-        ndim = next(ndims)
-        shape, at = tuple(numbers[at : at + ndim]), at + ndim
-        dtype = manifest.properties[next(properties)][0]
+        count, ndim, dtype = next(counts), next(ndims), dtypes[next(properties)]
+        shape = tuple(shapes[at : at + ndim])
+        is_stored = all_are_stored or min(nbytes[row : row + count], default=0) >= 0
         yield TensorEntry(
-            key, dtype, shape, tensor_nbytes(dtype, shape), [StoredChunk((0,) * ndim, shape, item)]
+            key, dtype, shape, tensor_nbytes(dtype, shape), count, is_stored, row, box_at, source
         )
+        row, at, box_at = row + count, at + ndim, box_at + count * ndim
 
 
 @lru_cache(maxsize=4096)  # models repeat their shapes layer by layer

@@ -4,6 +4,7 @@ The manifest has the form of our own checkpoints, so that whatever reads those r
 tensors together, shared reads. Nothing but headers, the index and checksums is read here.
 """
 
+import itertools
 import logging
 from collections.abc import Collection, Iterable
 from functools import partial
@@ -181,17 +182,16 @@ def _chunks_of(
     parts: dict[str, list[ModelChunk]] = {}
     unknown = []
     for file in files:
-        sums = _checksums_by_key(file, checksums.get(file.digest))
+        sums = _checksums_of(file, checksums.get(file.digest))
         if checksums and sums is None:
             unknown.append(file.name)
         shards = _shard_offsets(file, store)
-        for tensor in file.header.tensors:
+        for tensor, checked in zip(file.header.tensors, sums or itertools.repeat(None), strict=False):
             key = tensor.key
             if weight_map is not None and weight_map.get(key) != file.name:
                 continue
             offsets = shards.get(key)
             place = key if offsets is None else (key, offsets)
-            checked = sums[key] if sums else None
             chunk = ModelChunk(tensor, offsets or (0,) * len(tensor.shape), file.name, checked)
             before = found.setdefault(place, chunk)
             if offsets is not None:
@@ -295,12 +295,12 @@ def read_checksums(store: FileSource) -> dict[str, FileChecksums]:
         return {}
 
 
-def _checksums_by_key(file: ModelFile, sums: FileChecksums | None) -> dict[str, bytes] | None:
+def _checksums_of(file: ModelFile, sums: FileChecksums | None) -> list[bytes] | None:
     """The checksums of each tensor of a file; None if they are not known, or of another file."""
     if sums is None or IDENTITY not in file.header.attributes or sums.nbytes != file.nbytes:
         return None
-    by_key, at = {}, 0
-    for tensor in file.header.tensors:
-        end = at + 4 * block_count(tensor.nbytes)
-        by_key[tensor.key], at = sums.checksums[at:end], end
-    return by_key if at == len(sums.checksums) else None
+    blocks = [block_count(tensor.nbytes) for tensor in file.header.tensors]
+    ends = [4 * end for end in itertools.accumulate(blocks, initial=0)]
+    if ends[-1] != len(sums.checksums):
+        return None
+    return [sums.checksums[begin:end] for begin, end in itertools.pairwise(ends)]

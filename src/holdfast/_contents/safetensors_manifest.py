@@ -67,13 +67,25 @@ def manifest_of_chunks(url: str, files: Mapping[str, int], chunks: Sequence[Mode
     )
 
 
+class _ModelChunks(NamedTuple):
+    """The chunks of a model's files, each made into a record when somebody asks."""
+
+    rows: list[ModelChunk]
+
+    def chunks(self, entry: TensorEntry) -> list[StoredChunk]:
+        of_key = self.rows[entry.row : entry.row + entry.chunk_count]
+        return [StoredChunk(chunk.offsets, chunk.tensor.shape, _item(chunk)) for chunk in of_key]
+
+
 def entries_of_chunks(chunks: Sequence[ModelChunk]) -> Iterator[TensorEntry]:
     """What ``manifest_of_chunks`` says of tensors, without making one: that takes longer than a listing."""
-    for key, of_key in _by_key(chunks).items():
-        shape = ModelChunk.tensor_shape(of_key)
-        dtype = of_key[0].tensor.dtype
-        stored = [StoredChunk(chunk.offsets, chunk.tensor.shape, _item(chunk)) for chunk in of_key]
-        yield TensorEntry(key, dtype, shape, tensor_nbytes(dtype, shape), stored)
+    by_key = _by_key(chunks)
+    source, row = _ModelChunks([chunk for of_key in by_key.values() for chunk in of_key]), 0
+    for key, of_key in by_key.items():
+        shape, dtype = ModelChunk.tensor_shape(of_key), of_key[0].tensor.dtype
+        nbytes, count = tensor_nbytes(dtype, shape), len(of_key)
+        yield TensorEntry(key, dtype, shape, nbytes, count, is_stored=True, row=row, box_at=0, source=source)
+        row += count
 
 
 def _item(chunk: ModelChunk) -> StorageInfo:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast._contents.nested_state import Path
-from holdfast._format.typed_key import TypedKey
+from holdfast._format.paths import TypedKey
 from holdfast._plan.flatten import Structure, flat_key
 from holdfast.errors import UsageError
 

@@ -29,7 +29,7 @@ from holdfast.staging import BlockingAsyncStager
 
 
 def adapt_save_planner(planner: Any) -> SavePlannerPort:
-    """The port of a save planner, whoever wrote it."""
+    """Make the port of a save planner: ours, torch's or any other."""
     ours = our_save_planner(planner)
     fingerprints: Callable[[], Fingerprints] | None = getattr(ours, "fingerprints", None)
     return SavePlannerPort(
@@ -42,7 +42,7 @@ def adapt_save_planner(planner: Any) -> SavePlannerPort:
 
 
 def adapt_load_planner(planner: Any) -> LoadPlannerPort:
-    """The port of a load planner, whoever wrote it."""
+    """Make the port of a load planner: ours, torch's or any other."""
     ours = our_load_planner(planner)
     return LoadPlannerPort(
         ours,
@@ -62,7 +62,7 @@ def adapt_load_planner(planner: Any) -> LoadPlannerPort:
 
 
 def adapt_writer(writer: Any) -> WriterPort:
-    """The port of a storage writer, whoever wrote it."""
+    """Make the port of a storage writer: ours, torch's or any other."""
     ours: Any = our_storage_writer(writer)
     return WriterPort(
         ours,
@@ -76,7 +76,7 @@ def adapt_writer(writer: Any) -> WriterPort:
 
 
 def adapt_reader(reader: Any) -> ReaderPort:
-    """The port of a storage reader, whoever wrote it."""
+    """Make the port of a storage reader: ours, torch's or any other."""
     ours: Any = our_storage_reader(reader)
     return ReaderPort(
         ours,

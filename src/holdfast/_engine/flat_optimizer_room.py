@@ -66,7 +66,7 @@ class FlatRoom:
                 self.taken_out[name] = self.node.pop(name)
 
     def member_keys(self) -> list[str]:
-        """Nothing: parameters have names."""
+        """There are no lists of parameters to check: parameters have names."""
         return []
 
     def check(self, members: Sequence[Sequence[Any]]) -> None:

@@ -18,7 +18,7 @@ from holdfast._plan.fit_report import FitReport
 from holdfast._plan.flatten import paths_of
 from holdfast._plan.metadata_entries import dtypes_of
 from holdfast._storage.item_places import ItemPlaces, places_of
-from holdfast._tensors.dtensors import held_pieces, local_tensor
+from holdfast._tensors.dtensors import held_pieces, own_part
 from holdfast._tensors.subclass_pieces import (
     OTHER_BOXES,
     CommonParts,
@@ -119,7 +119,7 @@ class PickledTensors:
     def stand_in(self, value: torch.Tensor, key: str) -> Any:
         """A placeholder for a tensor that is loaded as objects; None if torch has no items that fill it."""
         layout = value if isinstance(value, DTensor) else None
-        pieces = self._pieces_of(key, _inner(value), _box_of(list(value.shape), layout))
+        pieces = self._pieces_of(key, own_part(value), _box_of(list(value.shape), layout))
         if not pieces or self._shape_of(key) != list(value.shape):
             return None
         # One item keeps the key of the tensor.
@@ -257,10 +257,6 @@ class PickledTensors:
             for name, piece in loaded.items():
                 copy_piece(piece, self._pieces[name])
         return before
-
-
-def _inner(value: torch.Tensor) -> torch.Tensor:
-    return local_tensor(value) if isinstance(value, DTensor) else value
 
 
 def _box_of(shape: list[int], layout: DTensor | None) -> Box | None:

@@ -1,9 +1,8 @@
 """The checkpoint as one rank sees it, if values are kept in it that differed between the saving ranks."""
 
 import copy
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from holdfast._storage.item_places import ItemPlaces, StorageData, places_of
 from holdfast._tensors.chunks import is_sharded
 from holdfast._traverse import get_element
 from holdfast._user_warning import warn_user
-from holdfast.metadata import STORAGE_TYPES, Metadata, MetadataIndex, TensorStorageMetadata
+from holdfast.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
 from holdfast.per_rank import KEPT, RankKey, kept_key
 from holdfast.planner import LoadPlan
 
@@ -63,7 +62,7 @@ class RankView:
             if isinstance(entry := entries.get(key), TensorStorageMetadata):
                 about = entry.properties, entry.size, entry.chunks
                 entries[key] = OwnTensorMetadata(*about, has_one_shape=shapes == {entry.size})
-        return dataclasses.replace(self.metadata, state_dict_metadata=entries)
+        return replace(self.metadata, state_dict_metadata=entries)
 
     def translate(self, plan: LoadPlan) -> LoadPlan:
         """A plan in the names of the storage."""
@@ -72,12 +71,12 @@ class RankView:
         ):
             return plan
         items = [
-            dataclasses.replace(item, storage_index=_named(item.storage_index, self._own[key]))
+            replace(item, storage_index=replace(item.storage_index, fqn=self._own[key]))
             if (key := item.storage_index.fqn) in self._own
             else item
             for item in plan.items
         ]
-        return dataclasses.replace(plan, items=items)
+        return replace(plan, items=items)
 
     def shared_by(self, plan: LoadPlan) -> dict[str, int]:
         """Those of the ``shared`` keys that a plan reads, in the order of the plan."""
@@ -104,10 +103,6 @@ def warn_of_shared(ranks: Sequence[Mapping[str, int]], world_size: int) -> None:
         f"{why}. Random states among them give the same numbers on every rank. PerRank(value, resize=rule) "
         "gives each rank its own."
     )
-
-
-def _named(index: MetadataIndex, key: str) -> MetadataIndex:
-    return MetadataIndex(key, index.offset, index.index)
 
 
 def view_of_rank(metadata: Metadata, *, rank: int, world_size: int, state: Mapping[Any, Any]) -> RankView:
@@ -142,7 +137,7 @@ def view_of_rank(metadata: Metadata, *, rank: int, world_size: int, state: Mappi
         numbers = known.directory.numbers
         visible = {key: numbers[own.get(key, key)] for key in [*numbers, *own] if key not in hidden}
         directory = Directory(known.columns, visible)
-        seen = dataclasses.replace(
+        seen = replace(
             metadata,
             state_dict_metadata=MetadataEntries(known.columns, directory=directory),
             planner_data=planner_data,
@@ -150,7 +145,7 @@ def view_of_rank(metadata: Metadata, *, rank: int, world_size: int, state: Mappi
         )
         return RankView(seen, seen, shared, own_shapes)
     entries = {key: every[own.get(key, key)] for key in [*every, *own] if key not in hidden}
-    seen = dataclasses.replace(metadata, state_dict_metadata=entries, planner_data=planner_data)
+    seen = replace(metadata, state_dict_metadata=entries, planner_data=planner_data)
     return RankView(seen, metadata, shared, own_shapes, own)
 
 

@@ -8,6 +8,7 @@ and dtype names are those that torch has.
 import itertools
 import json
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -176,21 +177,26 @@ def parse_header(data: bytes | bytearray, file_nbytes: int, *, path: str) -> Hea
     """
     try:
         text = bytes(memoryview(data)[LENGTH_NBYTES:])
-        entries = msgspec.json.decode(text, type=dict[str, dict[str, Any]])
-        if not _has_no_more_strings(text, entries):
-            refuse_doubles(text)
-        attributes = msgspec.convert(entries.pop(ATTRIBUTES, {}), dict[str, str])
-        found = list(msgspec.convert(entries, dict[str, _Entry]).items())
+        entries = msgspec.json.decode(text, type=dict[str, _Entry])
+        attributes = msgspec.json.decode(text, type=_Attributes).attributes
+        strings = _STRINGS * len(entries)
+        if entries.pop(ATTRIBUTES, None) is not None:
+            strings += 1 + 2 * len(attributes) - _STRINGS
+        refuse_doubles(text, strings)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _damaged(path, str(error)) from error
-    found.sort(key=lambda pair: pair[1].data_offsets)
+    found = [
+        (at, key, entry) for key, entry in entries.items() if not isinstance(at := entry.data_offsets, str)
+    ]
+    if len(found) < len(entries):
+        raise _damaged(path, "one of its tensors has no data_offsets")
+    found.sort(key=operator.itemgetter(0))
     tensors, end, start = [], 0, len(data)
-    for key, entry in found:
+    for (begin, stop), key, entry in found:
         try:
             dtype, shape, nbytes = _as_torch(entry.dtype, entry.shape)
         except ValueError as error:
             raise _damaged(path, f"{key} {error}", key) from error
-        begin, stop = entry.data_offsets
         if begin != end:
             what = "overlaps the tensor before it" if begin < end else "leaves a gap after the one before it"
             raise _damaged(path, f"{key} at {begin} {what}, which ends at {end}", key)
@@ -203,23 +209,16 @@ def parse_header(data: bytes | bytearray, file_nbytes: int, *, path: str) -> Hea
     return Header(tensors, attributes, len(data))
 
 
-def _has_no_more_strings(text: bytes, entries: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether a header has no string besides those of the entries: then it has no key twice.
+def refuse_doubles(text: bytes | bytearray, strings: int) -> None:
+    """Raise ValueError if JSON has a key twice: readers differ in which of the two they take.
 
-    Counting takes a tenth of the time of ``refuse_doubles``, which must be asked if the answer is False.
+    Args:
+        text: The JSON.
+        strings: How many strings it has if it has no key twice. Counting their quotes takes a tenth of the
+            time of looking at all keys, which is done only if there are more, or escaped ones.
     """
-    if b"\\" in text:
-        return False  # a quote may be escaped
-    # Each tensor has its key, the names of its fields, and a dtype.
-    attributes = entries.get(ATTRIBUTES)
-    strings = sum(map(len, entries.values())) + 2 * len(entries)
-    strings += 0 if attributes is None else len(attributes) - 1
-    return text.count(b'"') == 2 * strings
-
-
-def refuse_doubles(text: "bytes | bytearray | memoryview") -> None:
-    """Raise ValueError if JSON has a key twice: readers differ in which of the two they take."""
-    json.loads(bytes(text), object_pairs_hook=_without_doubles)
+    if b"\\" in text or text.count(b'"') != 2 * strings:
+        json.loads(bytes(text), object_pairs_hook=_without_doubles)
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -231,17 +230,27 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _Entry(msgspec.Struct):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+    """A tensor. What is not there is "". The attributes are read as one, too, and may have any text."""
+
+    dtype: str = ""
+    shape: tuple[int, ...] | str = ""
+    data_offsets: tuple[int, int] | str = ""
+
+
+_STRINGS = 5
+"""The strings of a tensor: its key, the names of its fields, and its dtype."""
+
+
+class _Attributes(msgspec.Struct):
+    attributes: dict[str, str] = msgspec.field(name=ATTRIBUTES, default_factory=dict)
 
 
 @lru_cache(maxsize=4096)  # models repeat their shapes layer by layer
-def _as_torch(code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], int]:
+def _as_torch(code: str, shape: tuple[int, ...] | str) -> tuple[str, tuple[int, ...], int]:
     """Torch's dtype, shape and size of a tensor, from those of the format; ValueError if there are none."""
     name = TORCH_NAMES.get(code)
-    if name is None:
-        raise ValueError(f"has the dtype {code!r}, which torch does not have")
+    if name is None or isinstance(shape, str):
+        raise ValueError("has no shape" if name else f"has the dtype {code!r}, which torch does not have")
     if len(shape) > _MOST_DIMENSIONS or min(shape, default=0) < 0 or math.prod(shape) >= 1 << 60:
         raise ValueError(f"has an impossible shape {list(shape)}")
     if name == _PACKED:

@@ -17,6 +17,8 @@ CENTRAL = struct.Struct("<4s6H3L5H2L")
 END = struct.Struct("<4s4H2LH")
 _WIDE_LOCATOR = struct.Struct("<4sLQL")
 _WIDE_END = struct.Struct("<4sQ2H2L4Q")
+WIDE_END_NBYTES = _WIDE_END.size + _WIDE_LOCATOR.size
+DATE = 0x0021  # the first day that the format can express
 UNSET = 0xFFFFFFFF
 _FLAG_ENCRYPTED = 0x0001
 # The checksum and sizes of the record stand behind it.
@@ -29,6 +31,25 @@ _MOST_RECORDS = 64
 _LONGEST_ENTRY = 1024
 # The beginning, the end, and what was read last.
 _MOST_WINDOWS = 4
+
+
+def padding_field(unpadded: int, alignment: int) -> bytes:
+    """The extra field of a record that fills ``unpadded`` bytes up to an aligned place."""
+    nbytes = -unpadded % alignment
+    if nbytes:
+        nbytes += alignment if nbytes < 4 else 0  # a field is 4 bytes at least
+    # "HF", in the range that the zip specification leaves to anyone.
+    return struct.pack(f"<2sH{nbytes - 4}x", b"HF", nbytes - 4) if nbytes else b""
+
+
+def end_of_directory(count: int, nbytes: int, begin: int, *, wide: bool) -> bytes:
+    """The end of an archive, after a directory of so many records and bytes; ``wide`` with 64-bit fields."""
+    end = b""
+    if wide:
+        end = _WIDE_END.pack(b"PK\6\6", 44, 45, 45, 0, 0, count, count, nbytes, begin)
+        end += _WIDE_LOCATOR.pack(b"PK\6\7", 0, begin + nbytes, 1)
+        count, nbytes, begin = min(count, 0xFFFF), min(nbytes, UNSET), UNSET
+    return end + END.pack(b"PK\5\6", 0, 0, count, count, nbytes, begin, 0)
 
 
 class ArchiveRecord(NamedTuple):

@@ -52,7 +52,7 @@ class SaveFutureForTorch(SaveFuture):
     """A future of torch's metadata. Its failure is an instance of torch's CheckpointException, too."""
 
     def result(self, timeout: float | None = None) -> Any:
-        """As ``concurrent.futures.Future`` has it."""
+        """As ``Future.result``, with torch's metadata and exceptions."""
         try:
             return torch_metadata(super().result(timeout))
         except CheckpointException as error:
@@ -60,7 +60,7 @@ class SaveFutureForTorch(SaveFuture):
             raise
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """As ``concurrent.futures.Future`` has it."""
+        """As ``Future.exception``, with torch's exceptions."""
         error = super().exception(timeout)
         if isinstance(error, CheckpointException):
             make_torchs(error)

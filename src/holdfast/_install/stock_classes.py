@@ -39,7 +39,7 @@ class Recipe(NamedTuple):
     attributes: dict[str, Any]
 
     def make(self) -> Any:
-        """The object."""
+        """Make the object."""
         made = self.kind(**self.arguments)
         for name, value in self.attributes.items():
             setattr(made, name, value)

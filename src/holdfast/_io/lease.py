@@ -8,7 +8,7 @@ that other machines do not see, so the lease decides. The rules:
 - A save that finds the lease of a dead save removes it, before it writes anything itself.
 - A save that does not find its own lease directly before its commit was taken for dead, and commits nothing.
 
-``living_leases`` decides which saves are dead. Not guaranteed: what happens if a process is stopped between
+``lease_file`` decides which saves are dead. Not guaranteed: what happens if a process is stopped between
 the last look at its lease and the commit, until its lease expires.
 """
 
@@ -22,8 +22,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 
 from holdfast._format.names import save_of_lease
-from holdfast._io.lease_file import LeaseFile, LeaseHolder
-from holdfast._io.living_leases import find_living, held_here, living_and_dead
+from holdfast._io.lease_file import LeaseFile, LeaseHolder, find_living, held_here, living_and_dead
 from holdfast._io.pool import Worker
 from holdfast._io.store import ByteStore, Claim
 from holdfast.errors import StorageError
@@ -152,11 +151,11 @@ class Lease:
                 self._drop.detach()
 
     def leave(self) -> None:
-        """Let the lease stay when it is released: the next save removes what this one could not."""
+        """Keep the file when the lease is released: the next save removes what this one could not."""
         self._left.set()
 
     def settle(self) -> None:
-        """After ``inherit``: what the dead saves have left is removed."""
+        """Say that all files of the dead saves are removed, so that the lease need not stay for them."""
         self._left.clear()
 
 

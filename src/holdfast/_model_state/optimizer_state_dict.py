@@ -137,15 +137,11 @@ def read_optimizers(
                 raise _no_flat_place(key)
             copy = changed_leaves(state, deliver)
             found.update(state_leaves(key, copy) if is_flat else ((key, copy),))
-        groups += (
-            {**changed_leaves({**group, PARAMS: []}, deliver), PARAMS: group[PARAMS]} for group in own.groups
-        )
+        for group in own.groups:
+            names = group.pop(PARAMS)
+            groups.append({**changed_leaves(group, deliver), PARAMS: names})
         if others.keys() & own.others.keys():
-            names = ", ".join(map(repr, own.others))
-            raise ValueError(
-                f"several optimizers have values under {names} beside their state and groups; read and set "
-                "the state of each of them by itself"
-            )
+            raise _two_with_others(own.others)
         others.update(changed_leaves(own.others, deliver))
     if is_left_to_rank0(options):
         return {}
@@ -210,6 +206,13 @@ class _OwnState:
 
 
 _NO_STATE = object()
+
+
+def _two_with_others(others: Iterable[Any]) -> ValueError:
+    return ValueError(
+        f"several optimizers have values under {', '.join(map(repr, others))} beside their state and groups; "
+        "read and set the state of each of them by itself"
+    )
 
 
 def _no_flat_place(key: Any) -> ValueError:

@@ -98,7 +98,7 @@ _LONG_PUT = re.compile(rb"r(?=(.{4}))", re.DOTALL)
 
 @contextlib.contextmanager
 def explaining(key: str) -> Iterator[None]:
-    """Say which object it was, whatever goes wrong."""
+    """Turn every error into one that names the object."""
     try:
         yield
     except RefusedError as refused:

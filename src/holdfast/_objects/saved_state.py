@@ -72,7 +72,7 @@ class _OpaqueName:
 
 
 class _Opaque:
-    """Stands for what a class or function that was not allowed would have made; whatever is done to it."""
+    """Stands for an object of a class, or from a function, that is not allowed. It ignores every change."""
 
     def __init__(self, name: str) -> None:
         self.name = name

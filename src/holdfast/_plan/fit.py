@@ -21,6 +21,7 @@ from holdfast._plan.reshard import Resharding
 from holdfast._plan.tied_tensors import also_filled
 from holdfast._tensors.checkpointable import describes_itself
 from holdfast._tensors.chunks import dtype_of, global_shape, is_tensor, local_parts, refuse_undescribable
+from holdfast._tensors.host import has_its_memory
 from holdfast._tensors.layout_table import Layout, LayoutTable
 from holdfast.errors import DtypeMismatchError, PlanError, ShapeMismatchError
 from holdfast.metadata import Metadata
@@ -76,7 +77,7 @@ def plan_load(
             resharded.append((key, number, layout))
             continue
         if ignore_mismatched_sizes and is_tensor(value) and global_shape(value) != size:
-            mismatched[key] = f"has {tuple(size)} in the checkpoint, {tuple(global_shape(value))} here"
+            mismatched[key] = f"{key} has {tuple(size)} in the checkpoint, {tuple(global_shape(value))} here"
             continue
         _check_tensor(key, size, dtype, value, dtypes, layouts)
         resharded.append((key, number, None))
@@ -92,11 +93,7 @@ def plan_load(
     resharding = Resharding(columns, layouts)
     for key, number, layout in resharded:
         resharding.fill_tensor(key, number, state[key], layout)
-    if mismatched:
-        logger.warning(
-            "%d tensors are left as they are, because their shapes differ: %s",
-            *(len(mismatched), some_of([" ".join(each) for each in mismatched.items()], _MOST_NAMED, "; ")),
-        )
+    _warn_of_mismatched(mismatched)
     dtypes.warn()
     return LoadPlan(ReadItems(columns))
 
@@ -131,6 +128,7 @@ def _take_whole(
             and value.dtype is dtypes[properties[number]]
             and value.layout is strided
             and value.is_contiguous()
+            and has_its_memory(value)
             and (all_are_whole or is_one_whole_chunk(directory, number))
         ):
             others.append((key, number))
@@ -152,6 +150,14 @@ def _check_unexpected(
         _warn_of_forgotten(unexpected, state, metadata)
 
 
+def _warn_of_mismatched(mismatched: Mapping[str, str]) -> None:
+    if mismatched:
+        logger.warning(
+            "%d tensors are left as they are, because their shapes differ: %s",
+            *(len(mismatched), some_of([*mismatched.values()], _MOST_NAMED, "; ")),
+        )
+
+
 def _check_tensor(
     key: str, size: torch.Size, dtype: torch.dtype, value: Any, dtypes: DtypeFit, layouts: LayoutTable
 ) -> None:
@@ -170,6 +176,9 @@ def _check_tensor(
     except PlanError as error:
         report.add("kind", key, str(error).removeprefix(f"{key}: "))
         return
+    if not all(map(has_its_memory, memory)):
+        problem = "the storage of the state's tensor was freed or resized: there is no memory to load into"
+        report.add("kind", key, problem)
     if any(map(_repeats_memory, memory)):
         report.add("kind", key, "several elements of the state's tensor share one place in memory")
     for wanted in {part.dtype for part in memory} if describes_itself(value) else {dtype_of(value)}:
@@ -218,9 +227,9 @@ def _repeats_memory(tensor: torch.Tensor) -> bool:
     else:
         return False
     # What torch.as_strided made may still have a place for each element.
-    places = torch.zeros(1, dtype=torch.int64)
+    places = torch.zeros(1, dtype=torch.int64, device="cpu")
     for step, length in by_step:
-        places = (places[:, None] + step * torch.arange(length)).flatten()
+        places = (places[:, None] + step * torch.arange(length, device="cpu")).flatten()
     return bool((places.sort().values.diff() == 0).any())
 
 

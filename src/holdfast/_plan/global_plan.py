@@ -18,7 +18,7 @@ from holdfast._plan.metadata_entries import (
     is_one_whole_chunk,
 )
 from holdfast._plan.write_columns import WriteColumns, WriteItems, columns_of, is_open
-from holdfast.metadata import Metadata, MetadataIndex
+from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan, WriteItem
 
 
@@ -67,14 +67,12 @@ def _with_hints(plan: SavePlan, columns: WriteColumns, hints: "array[int]") -> S
     items: list[WriteItem] = WriteItems(dataclasses.replace(columns, hints=hints))
     if is_open(plan):
         items = [
-            item if hint < 0 or item.index.index == hint else _hinted(item, hint)
+            item
+            if hint < 0 or item.index.index == hint
+            else dataclasses.replace(item, index=dataclasses.replace(item.index, index=hint))
             for item, hint in zip(plan.items, hints, strict=True)
         ]
     return dataclasses.replace(plan, items=items)
-
-
-def _hinted(item: WriteItem, hint: int) -> WriteItem:
-    return dataclasses.replace(item, index=MetadataIndex(item.index.fqn, item.index.offset, hint))
 
 
 def find_problems(metadata: Metadata, *, whole: bool) -> list[str]:

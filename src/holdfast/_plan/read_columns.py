@@ -73,7 +73,7 @@ class ReadColumns:
         self.rows.append(row)
 
     def take(self, numbers: Iterable[int]) -> "ReadColumns":
-        """Some of the items."""
+        """Columns of only these items, by their numbers."""
         taken = ReadColumns(self.directory)
         for number in numbers:
             if number in self.boxes:
@@ -102,7 +102,7 @@ class ReadColumns:
 
 
 class ReadItems(DeferredList[ReadItem]):
-    """The ``items`` of a load plan that is columns until somebody looks at an item."""
+    """The ``items`` of a load plan: columns, from which the items are made when one is asked for."""
 
     __slots__ = ()
 
@@ -115,7 +115,7 @@ class ReadItems(DeferredList[ReadItem]):
 
 
 def read_columns_of(plan: LoadPlan) -> ReadColumns | None:
-    """The items of a plan as columns; None if somebody has made or changed them."""
+    """The items of a plan as columns; None if they were made by hand or changed."""
     columns: ReadColumns | None = plan.items.columns if isinstance(plan.items, ReadItems) else None
     return columns
 

@@ -164,7 +164,7 @@ def _as_received(
 
 
 class WriteItems(DeferredList[WriteItem]):
-    """The ``items`` of a plan that is columns until somebody looks at an item."""
+    """The ``items`` of a save plan: columns, from which the items are made when one is asked for."""
 
     __slots__ = ()
 

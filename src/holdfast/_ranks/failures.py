@@ -18,6 +18,9 @@ from holdfast.errors import (
     portable_failure,
 )
 
+EVERY_RANK = "every rank of the process group must call it. (With no_dist=True a process works alone.)"
+"""What to do if a rank has not called."""
+
 
 class PackedFailure(NamedTuple):
     """What happened to a rank, in the form that is sent.

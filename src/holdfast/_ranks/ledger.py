@@ -15,7 +15,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from holdfast._ranks.failures import Failures, PackedFailure, SessionFailure, lost_rank, silent_rank
+from holdfast._ranks.failures import (
+    EVERY_RANK,
+    Failures,
+    PackedFailure,
+    SessionFailure,
+    lost_rank,
+    silent_rank,
+)
 from holdfast._ranks.messages import Segments
 from holdfast.errors import UsageError
 
@@ -105,7 +112,7 @@ class Ledger:
         self._ranks = frozenset(range(world_size))
         self._failed = failed
         self._sessions: dict[int, Session] = {}
-        self._lost: Failures = {}
+        self._lost: dict[int, str] = {}  # why
 
     def session(self, number: int) -> Session:
         """Return the session of that number; the first call opens it."""
@@ -184,7 +191,7 @@ class Ledger:
 
     def lose(self, rank: int, reason: str, now: float) -> None:
         """Record that a rank's connection is gone."""
-        self._lost.update(lost_rank(rank, reason))
+        self._lost[rank] = reason
         self.check_deadlines(now)
 
     def find(self, rank: int) -> None:
@@ -262,7 +269,13 @@ class Ledger:
         if session.failure is not None or session.is_deciding or label is None:
             return
         missing = session.missing
-        lost = {rank: self._lost[rank] for rank in self._lost if rank in missing}
+        lost: Failures = {}
+        for rank in missing & self._lost.keys():
+            reason = self._lost[rank]
+            if rank not in session.begun:
+                # Mostly it has ended as it should, and only some of the ranks call.
+                reason += f" before it sent anything for this {label.purpose}: {EVERY_RANK}"
+            lost.update(lost_rank(rank, reason))
         for rank in missing & session.ended:
             lost.update(lost_rank(rank, f"it has left the {label.purpose} before this step"))
         is_late = session.deadline is not None and now >= session.deadline

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store, default_pg_timeout
 
 from holdfast._ranks.departures import departed_ranks
-from holdfast._ranks.failures import Failures, PackedFailure
+from holdfast._ranks.failures import EVERY_RANK, Failures, PackedFailure
 from holdfast.errors import CheckpointError, CheckpointException, RankLostError, UsageError, describe_ranks
 
 logger = logging.getLogger(__name__)
@@ -34,17 +34,14 @@ def next_interval(seconds: float) -> float:
 def describe_absence(ranks: list[int], purpose: str) -> str:
     """Say that ranks have not called."""
     verb = "has" if len(ranks) == 1 else "have"
-    return f"{describe_ranks(ranks)} {verb} not called {purpose} yet: {_REMEDY}"
+    return f"{describe_ranks(ranks)} {verb} not called {purpose} yet: {EVERY_RANK}"
 
 
 def describe_departure(ranks: list[int], purpose: str) -> str:
     """Say that ranks have ended and have not called."""
     verb = "has" if len(ranks) == 1 else "have"
     ended = f"{describe_ranks(ranks)} {verb} ended, or left the process group"
-    return f"{ended}, without calling {purpose}: {_REMEDY}"
-
-
-_REMEDY = "every rank of the process group must call it. (With no_dist=True a process works alone.)"
+    return f"{ended}, without calling {purpose}: {EVERY_RANK}"
 
 
 def absent_ranks(ranks: list[int], purpose: str) -> Failures:

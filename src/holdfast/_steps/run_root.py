@@ -126,7 +126,7 @@ class RunRoot:
             write_abandoned(self.store, Abandoned(noted.settled(folders)))
 
     def pin(self, folder: str) -> None:
-        """Keep a step, whatever the policy says."""
+        """Pin a step: it is kept even if the policy would delete it."""
         self.store.replace(pinned_name(folder), b"")
 
     def unpin(self, folder: str) -> None:

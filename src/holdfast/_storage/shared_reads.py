@@ -16,8 +16,8 @@ from holdfast._ranks.exchange import Exchange
 from holdfast._storage.broadcast_source import BroadcastSource
 from holdfast._storage.common_lines import Group, Offer, find_groups
 from holdfast._storage.item_places import ItemPlaces, places_of
-from holdfast._storage.open_files import sizes_of_files
 from holdfast._storage.read_requests import columns_in
+from holdfast._storage.reading import sizes_of_files
 from holdfast._storage.writing import deal_neighbours
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner
@@ -84,7 +84,7 @@ class _Names:
         self.columns = columns
         self.places = places
         self._request_nbytes = request_nbytes
-        # Who asks its planner for each tensor reads in other portions than who does not.
+        # A rank that asks its planner for each tensor reads in other portions than one that does not.
         self.values = own_values(planner, "resolve_tensor")
         self.lines: dict[int, int] = {}
         self._parts: dict[int, tuple[Any, ...]] = {}

@@ -14,9 +14,7 @@ from holdfast.errors import PlanError
 
 
 class PartOfShard(DTensor):
-    """A DTensor of which it is told what this rank holds, whatever its placements say.
-
-    These tell which ranks hold the same.
+    """A DTensor that is given the boxes that this rank holds. Its placements tell only who holds the same.
 
     Attributes:
         pieces: The boxes that this rank holds.
@@ -150,6 +148,11 @@ def local_tensor(value: DTensor) -> torch.Tensor:
         received: torch.Tensor = local.wait()
         return received
     return local
+
+
+def own_part(value: torch.Tensor) -> torch.Tensor:
+    """This rank's own memory of a DTensor; any other tensor as it is."""
+    return local_tensor(value) if isinstance(value, DTensor) else value
 
 
 def memory_of_piece(value: DTensor, piece: Piece) -> torch.Tensor:

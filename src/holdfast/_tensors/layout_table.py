@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast._tensors.dtensors import PartOfShard, held_pieces, local_tensor
+from holdfast._tensors.host import has_its_memory
 from holdfast._tensors.mesh_layout import Piece
 from holdfast.errors import PlanError
 from holdfast.metadata import ChunkStorageMetadata
@@ -50,6 +51,8 @@ class LayoutTable:
             return None
         local = value._local_tensor  # noqa: SLF001 - as local_tensor does
         if type(local) is not torch.Tensor or local.dtype is not dtype or not local.is_contiguous():
+            return None
+        if not has_its_memory(local):
             return None
         try:
             return self.of(value)

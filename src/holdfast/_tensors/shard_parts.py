@@ -223,7 +223,7 @@ def divide_part(whole: DTensor, part: torch.Tensor, pieces: Sequence[Piece], dim
 
 def nothing_of(whole: DTensor, shape: torch.Size, dtype: torch.dtype) -> PartOfShard:
     """A part of a divided tensor on a rank that holds nothing of it."""
-    return divided_as(torch.empty(0, dtype=dtype), _spec(whole, tuple(shape), dtype, {}), ())
+    return divided_as(torch.empty(0, dtype=dtype, device="cpu"), _spec(whole, tuple(shape), dtype, {}), ())
 
 
 def _spec(whole: DTensor, shape: tuple[int, ...], dtype: torch.dtype, dims: PartDims) -> DTensorSpec:

@@ -51,7 +51,7 @@ class SubclassPiece:
     is_only: bool = False
 
     def for_all(self, cut: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Those parts that belong to the whole tensor, whatever box of it is filled."""
+        """Those parts that belong to the whole tensor, and not to a box of it."""
         whole = {} if self.is_only else _leaves(self.target)
         return {name: part for name, part in cut.items() if self.parts[name] is whole.get(name)}
 

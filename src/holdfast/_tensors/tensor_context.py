@@ -193,7 +193,7 @@ def _instance(cls: type, facts: dict[str, Any]) -> Any:
 
 
 def shown(data: Any) -> str:
-    """A context in the words of Python, as far as a message needs it."""
+    """A context for messages, as Python would show it."""
     try:
         return _shown(data)
     except (ValueError, TypeError, IndexError):

@@ -22,22 +22,22 @@ def _works_as_torchs(plugin: Any, module: str, name: str) -> bool:
 
 
 def our_save_planner(planner: Any) -> SavePlanner:
-    """A planner that works with our records, whoever made it."""
+    """The planner, or one of torch's wrapped so that it works with our records."""
     return _SavePlannerOfTorch(planner) if _works_as_torchs(planner, "planner", "SavePlanner") else planner
 
 
 def our_load_planner(planner: Any) -> LoadPlanner:
-    """A planner that works with our records, whoever made it."""
+    """The planner, or one of torch's wrapped so that it works with our records."""
     return _LoadPlannerOfTorch(planner) if _works_as_torchs(planner, "planner", "LoadPlanner") else planner
 
 
 def our_storage_writer(writer: Any) -> StorageWriter:
-    """A writer that works with our records, whoever made it."""
+    """The writer, or one of torch's wrapped so that it works with our records."""
     return _WriterOfTorch(writer) if is_writer_of_torch(writer) else writer
 
 
 def our_storage_reader(reader: Any) -> StorageReader:
-    """A reader that works with our records, whoever made it."""
+    """The reader, or one of torch's wrapped so that it works with our records."""
     return _ReaderOfTorch(reader) if is_reader_of_torch(reader) else reader
 
 

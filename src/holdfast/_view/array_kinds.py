@@ -111,7 +111,7 @@ class TorchArrays:
         """A tensor; see ``Arrays``."""
         import torch  # noqa: PLC0415 - it takes seconds
 
-        return torch.empty(shape, dtype=getattr(torch, dtype))
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
 
     def target(self, key: str, array: Any, box: Box) -> BoxTarget:
         """A box of it; see ``Arrays``."""

@@ -104,7 +104,7 @@ class SavedTensor:
         )
 
     def __repr__(self) -> str:
-        chunks = len(self._entry.chunks)
+        chunks = self._entry.chunk_count
         parts = "" if chunks == 1 else f", {chunks} chunks"
         what = f"{self.dtype} {shape_text(self.shape)} {size_text(self.nbytes)}"
         return f"<SavedTensor {self.key!r} {what}{parts}>"

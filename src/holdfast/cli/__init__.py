@@ -12,8 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from holdfast.cli.arguments import make_parser
-from holdfast.cli.error_lines import complain, explain
-from holdfast.cli.exit_codes import FINE, INTERRUPTED, NOBODY_READS
+from holdfast.cli.exit_codes import FINE, INTERRUPTED, NOBODY_READS, complain, explain
 from holdfast.errors import CheckpointError
 
 __all__ = ["main"]

@@ -6,7 +6,7 @@ import uuid
 
 from holdfast._format.names import METADATA, is_leftover, parse_data_file, save_of_lease
 from holdfast._io.lease import take_lease
-from holdfast._io.living_leases import EXPIRY_SECONDS, living_and_dead
+from holdfast._io.lease_file import EXPIRY_SECONDS, living_and_dead
 from holdfast._io.store import ByteStore
 from holdfast._steps.root_files import steps_being_deleted
 from holdfast._steps.step_deletion import finish_deletion

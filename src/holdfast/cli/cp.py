@@ -6,6 +6,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from holdfast._any_format import open_checkpoint
 from holdfast._contents.checking_parts import part_jobs
@@ -138,7 +139,8 @@ class _CopiedPart:
             lease.check()
             self.target.replace(self.name, self.data, overwrite=self.arguments.overwrite)
         except BaseException:
-            if not cleanup.discard_files(self.target, self.part.files, rank=rank):
+            used = partial(cleanup.files_named_by, self.target, self.name)
+            if not cleanup.discard_files(self.target, self.part.files, used):
                 lease.leave()
             raise
         footer = self.data[-metadata_file.FOOTER_NBYTES :]

@@ -1,9 +1,24 @@
-"""What the exit codes of ``holdfast`` mean, and which of them an error leads to."""
+"""How a command ends: its exit code, and the line that says what went wrong."""
+
+import sys
+from collections.abc import Callable, Sequence
 
 from holdfast._contents.findings import says_damaged
-from holdfast.errors import CheckpointExistsError, PlanError, UsageError
+from holdfast.cli.text import printable
+from holdfast.errors import CheckpointError, CheckpointExistsError, PlanError, UsageError
 
-__all__ = ["DAMAGED", "FINE", "INTERRUPTED", "NOBODY_READS", "UNREADABLE", "WRONG_USAGE", "exit_code"]
+__all__ = [
+    "DAMAGED",
+    "FINE",
+    "INTERRUPTED",
+    "NOBODY_READS",
+    "UNREADABLE",
+    "WRONG_USAGE",
+    "complain",
+    "exit_code",
+    "explain",
+    "run_each",
+]
 
 FINE, DAMAGED, WRONG_USAGE, UNREADABLE = 0, 1, 2, 3
 """Wrong usage is mostly told by argparse. What else is refused, a command's own errors tell."""
@@ -20,3 +35,33 @@ def exit_code(error: Exception) -> int:
     if says_damaged(error):
         return DAMAGED
     return WRONG_USAGE if isinstance(error, _REFUSALS) else UNREADABLE
+
+
+def complain(message: str, code: int) -> int:
+    """Print an error in one line, and return the exit code."""
+    print("holdfast:", " ".join(printable(line) for line in message.splitlines()), file=sys.stderr)
+    return code
+
+
+def explain(error: CheckpointError | OSError) -> int:
+    """Print what went wrong, and return the exit code for it."""
+    # Some of ours are of the system's classes too.
+    if isinstance(error, CheckpointError):
+        return complain(str(error), exit_code(error))
+    where = f"{error.filename}: " if error.filename else ""
+    return complain(f"{where}{error.strerror or error}", UNREADABLE)
+
+
+def run_each(paths: Sequence[str], action: Callable[[str], int]) -> int:
+    """Call ``action`` with each path, also after errors of others; returns the highest exit code."""
+    if len(paths) == 1:
+        return action(paths[0])
+    code = 0
+    for path in paths:
+        try:
+            code = max(code, action(path))
+        except BrokenPipeError:  # noqa: PERF203 - each path on its own
+            raise
+        except (CheckpointError, OSError) as error:
+            code = max(code, explain(error))
+    return code

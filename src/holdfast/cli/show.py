@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from holdfast._any_format import open_checkpoint
-from holdfast.cli.error_lines import run_each
-from holdfast.cli.exit_codes import DAMAGED, FINE
+from holdfast.cli.exit_codes import DAMAGED, FINE, run_each
 from holdfast.cli.summary import summarize
 from holdfast.cli.text import Style, aligned, counted, printable, size_text, write_json, write_lines
 

@@ -27,7 +27,8 @@ def summarize(part: Inventory, store: FileSource, sizes: dict[str, int]) -> dict
     created_ns, source, created = part.created_ns, "metadata", None
     if created_ns is None:
         # torch does not say when; its last act was to write this file.
-        created_ns, source = _file_time(store, name or next(iter(part.files), "")), "file time"
+        dated = name or next(iter(part.files), "")
+        created_ns, source = store.modified_ns(dated) if dated else None, "file time"
     if created_ns is not None:
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created_ns // 1_000_000_000))
     return {
@@ -46,7 +47,7 @@ def summarize(part: Inventory, store: FileSource, sizes: dict[str, int]) -> dict
         "transforms": [{"descriptors": stack, "items": count} for stack, count in part.transforms.items()],
         "tensors": len(tensors),
         "tensor_nbytes": sum(map(entry_nbytes, tensors)),
-        "chunks": sum(len(tensor.chunks) for tensor in tensors),
+        "chunks": sum(tensor.chunk_count for tensor in tensors),
         "dtypes": _by_dtype(part),
         "objects": len(objects),
         "object_nbytes": sum(map(entry_nbytes, objects)),
@@ -54,10 +55,6 @@ def summarize(part: Inventory, store: FileSource, sizes: dict[str, int]) -> dict
         "files": states_of_files(part, sizes),
         "user_metadata": {key: as_json(value) for key, value in part.user_metadata.items()},
     }
-
-
-def _file_time(store: FileSource, name: str) -> int | None:
-    return store.modified_ns(name) if name else None
 
 
 def _by_dtype(part: Inventory) -> list[dict[str, Any]]:

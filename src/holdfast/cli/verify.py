@@ -10,8 +10,7 @@ from holdfast._contents.findings import Damage, Findings
 from holdfast._contents.inventory import Inventory
 from holdfast._contents.verifying import check_checkpoint, limits
 from holdfast._human_units import some_of
-from holdfast.cli.error_lines import run_each
-from holdfast.cli.exit_codes import DAMAGED, FINE
+from holdfast.cli.exit_codes import DAMAGED, FINE, run_each
 from holdfast.cli.text import Style, counted, printable, size_text, write_json, write_lines
 
 __all__ = ["run", "where_text"]
@@ -46,7 +45,7 @@ def _document(
         "ok": not damages,
         "written_by": sorted({part.source for part in parts}),
         "files": sum(len(part.files) for part in parts),
-        "items": sum(1 for part in parts for _ in part.items()),
+        "items": sum(part.item_count for part in parts),
         "checked_nbytes": report.checked_nbytes,
         "damage": [asdict(damage) for damage in damages],
         "notes": report.notes,
@@ -68,7 +67,7 @@ def _lines(
     for limit in limits(parts, report):
         yield f"{style.bold('limit')}    {printable(limit)}"
     files = sum(len(part.files) for part in parts)
-    items = sum(1 for part in parts for _ in part.items())
+    items = sum(part.item_count for part in parts)
     what = f"{counted(items, 'item')} in {counted(files, 'data file')}"
     verdict = style.bad("DAMAGED") if damages else style.good(_verdict(report))
     yield f"{printable(path)}: {verdict}: {what}, {size_text(report.checked_nbytes)} checked"

@@ -65,7 +65,7 @@ def _sections(part: Inventory, summary: dict[str, Any], integrity: Integrity) ->
         yield section("What is damaged", about, table(["where, and what"], rows))
     # By the dots of names: a flat state has no other structure.
     yield section("Size by module", "The area shows the bytes.", treemap(make_tree(part.entries, {}, "size")))
-    if colours.ranks or any(len(tensor.chunks) > 1 for tensor in part.tensors):
+    if colours.ranks or any(tensor.chunk_count > 1 for tensor in part.tensors):
         yield section(
             "Which rank wrote what",
             "The first dimension goes down, the second across. Tensors divided alike are drawn once.",
