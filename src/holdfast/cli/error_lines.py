@@ -1,13 +1,14 @@
-"""How a command ends that failed, on one path or on several."""
+"""How a command ends that failed, on one path or on several, and what it looks at before it begins."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 
 from holdfast.cli.exit_codes import UNREADABLE, exit_code
 from holdfast.cli.text import printable
-from holdfast.errors import CheckpointError
+from holdfast.errors import CheckpointError, UsageError
 
-__all__ = ["complain", "explain", "run_each"]
+__all__ = ["check_output", "complain", "explain", "run_each"]
 
 
 def complain(message: str, code: int) -> int:
@@ -23,6 +24,19 @@ def explain(error: CheckpointError | OSError) -> int:
         return complain(str(error), exit_code(error))
     where = f"{error.filename}: " if error.filename else ""
     return complain(f"{where}{error.strerror or error}", UNREADABLE)
+
+
+def check_output(path: str) -> None:
+    """Raise before a command reads gigabytes if the file that it is to write cannot be made.
+
+    Raises:
+        UsageError: It has no folder, or is one.
+    """
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise UsageError(f"{path}: there is no folder {folder} to write it to", path=path)
+    if os.path.isdir(path):
+        raise UsageError(f"{path}: is a folder: name a file to write", path=path)
 
 
 def run_each(paths: Sequence[str], action: Callable[[str], int]) -> int:

@@ -3,7 +3,16 @@
 from holdfast._contents.findings import says_damaged
 from holdfast.errors import CheckpointExistsError, PlanError, UsageError
 
-__all__ = ["DAMAGED", "FINE", "INTERRUPTED", "NOBODY_READS", "UNREADABLE", "WRONG_USAGE", "exit_code"]
+__all__ = [
+    "DAMAGED",
+    "FINE",
+    "INTERRUPTED",
+    "NOBODY_READS",
+    "TERMINATED",
+    "UNREADABLE",
+    "WRONG_USAGE",
+    "exit_code",
+]
 
 FINE, DAMAGED, WRONG_USAGE, UNREADABLE = 0, 1, 2, 3
 """Wrong usage is mostly told by argparse. What else is refused, a command's own errors tell."""
@@ -11,8 +20,8 @@ FINE, DAMAGED, WRONG_USAGE, UNREADABLE = 0, 1, 2, 3
 # The words, the target, a key that is not there, a value that the target cannot hold.
 _REFUSALS = (UsageError, CheckpointExistsError, PlanError)
 
-# As a shell reports a program that was ended by SIGINT or SIGPIPE.
-INTERRUPTED, NOBODY_READS = 130, 141
+# As a shell reports a program that was ended by SIGINT, SIGPIPE or SIGTERM.
+INTERRUPTED, NOBODY_READS, TERMINATED = 130, 141, 143
 
 
 def exit_code(error: Exception) -> int:
