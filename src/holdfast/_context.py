@@ -17,20 +17,6 @@ if TYPE_CHECKING:
     from holdfast._ranks.broadcast import Broadcast
 
 
-def _every_value(key: str) -> bool:  # noqa: ARG001 - nothing is known of any
-    """The answer where nothing is known of what the caller holds."""
-    return True
-
-
-def _nobody_objects() -> None:
-    """The answer where no other rank takes part."""
-
-
-def _nobody_works() -> bool:
-    """The same, where it is asked whether others are at work."""
-    return False
-
-
 @dataclass
 class SaveContext:
     """One save, as a storage writer sees it.
@@ -56,8 +42,8 @@ class SaveContext:
     is_coordinator: bool = True
     use_collectives: bool = True
     progress: ProgressTracker = field(default_factory=ProgressTracker)
-    confirm_commit: Callable[[], None] = _nobody_objects
-    others_at_work: Callable[[], bool] = _nobody_works
+    confirm_commit: Callable[[], None] = lambda: None
+    others_at_work: Callable[[], bool] = lambda: False
     open_broadcast: "Callable[[Sequence[int], Callable[[], None]], Broadcast] | None" = None
     writes_elsewhere: bool = False
     recorder: TransferRecorder | None = None
@@ -84,7 +70,7 @@ class LoadContext:
     world_size: int = 1
     is_coordinator: bool = True
     progress: ProgressTracker = field(default_factory=ProgressTracker)
-    may_change: Callable[[str], bool] = _every_value
+    may_change: Callable[[str], bool] = lambda _: True
 
     def __reduce__(self) -> tuple[type["LoadContext"], tuple[int, int, bool]]:
         return LoadContext, (self.rank, self.world_size, self.is_coordinator)

@@ -56,7 +56,7 @@ class _DeferredType(type):
 
 
 class _Deferred(metaclass=_DeferredType):
-    """What lists and dicts have in common."""
+    """The common base of deferred lists and dicts."""
 
     __slots__ = ()
 
@@ -72,7 +72,7 @@ class _Deferred(metaclass=_DeferredType):
         """
         if self._make is None:
             return True
-        if self._is_made and self != type(self).plain(self._make()):
+        if self._is_made and self._has_changed():
             self._detach()
         return self._make is None
 
@@ -96,6 +96,11 @@ class _Deferred(metaclass=_DeferredType):
         """The entries are the only truth from here on."""
         self.open()
         self._make = None  # type: ignore[misc] # a slot of the subclass
+
+    def _has_changed(self) -> bool:
+        """Whether the entries, which have been made, differ from what they were made from."""
+        assert self._make is not None
+        return bool(self != type(self).plain(self._make()))
 
     def _fill(self, made: Any) -> None:
         raise NotImplementedError
@@ -136,7 +141,7 @@ class DeferredList(_Deferred, list[T], Generic[T]):
 
     @property
     def columns(self) -> Any:
-        """What the entries were made from; None if they are not the same any more (see ``is_open``)."""
+        """The columns that the entries were made from; None if entries were changed (see ``is_open``)."""
         return None if self.is_open else self._columns
 
     def _fill(self, made: list[T]) -> None:
@@ -231,7 +236,7 @@ class DeferredEntries(DeferredDict[str, V], Generic[V]):
 
     @property
     def is_open(self) -> bool:
-        """Whether an entry that somebody has looked at differs from what it was made from."""
+        """Whether an entry that was made differs from what it was made from."""
         if self._make is not None and any(
             entry != self._make_one(key, self._numbers[key]) for key, entry in [*self._seen.items()]
         ):

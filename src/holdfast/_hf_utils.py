@@ -96,6 +96,6 @@ def _get_dtype(dtype_str: str) -> torch.dtype:
 
 
 def _get_dcp_custom_metadata(metadata: Any) -> Any | None:
-    """What a header says of the chunks that a rank wrote; None if it says nothing."""
+    """The chunks that a rank wrote, as a header lists them; None if it does not."""
     noted = metadata.get(DEFAULT_EXTRA_METADATA_KEY, {}).get(CUSTOM_METADATA_KEY)
     return None if noted is None else json.loads(noted)

@@ -97,7 +97,7 @@ def remember_flat(states: ParameterStates) -> None:
 
 
 def joined_layout(node: Mapping[Any, Any]) -> ParameterStates | None:
-    """What is known of a plain dict that was made of flattened state dicts; None if it was not.
+    """Parameters and layout of a plain dict that was joined from flattened state dicts; None for others.
 
     The result has no entries.
     """

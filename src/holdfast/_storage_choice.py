@@ -31,10 +31,8 @@ def choose_writer(
         place = _place(checkpoint_id, "storage_writer")
         writer = FileSystemWriter(place, overwrite=overwrite is not False, page_cache=page_cache or "auto")
         checkpoint_id = None  # it is there already
-    elif overwrite is not None:
-        raise _belongs_elsewhere("overwrite", overwrite, writer)
-    elif page_cache is not None:
-        raise _belongs_elsewhere("page_cache", page_cache, writer)
+    else:
+        _refuse_options(writer, "save", overwrite=overwrite, page_cache=page_cache)
     # torch resets a storage only to another place: one that was made for torch may forget its own.
     if checkpoint_id is not None or not is_writer_of_torch(writer):
         writer.reset(checkpoint_id)
@@ -51,16 +49,18 @@ def choose_save_planner(
     """
     if planner is None:
         return DefaultSavePlanner(check_replicas=True if check_replicas is None else check_replicas)
-    if check_replicas is not None:
-        raise _belongs_elsewhere("check_replicas", check_replicas, planner)
+    _refuse_options(planner, "save", check_replicas=check_replicas)
     return planner
 
 
-def _belongs_elsewhere(name: str, value: object, plugin: object, call: str = "save") -> UsageError:
+def _refuse_options(plugin: object, call: str, **options: object) -> None:
+    """Raise if an option was given that only the caller's own storage or planner can be given."""
     kind = type(plugin).__name__
-    return UsageError(
-        f"give {name}={value!r} to the {kind} that you pass, not to {call}: {kind}({name}={value!r})"
-    )
+    for name, value in options.items():
+        if value is not None:
+            raise UsageError(
+                f"give {name}={value!r} to the {kind} that you pass, not to {call}: {kind}({name}={value!r})"
+            )
 
 
 def choose_reader(
@@ -74,8 +74,7 @@ def choose_reader(
     if reader is None:
         place = _place(checkpoint_id, "storage_reader")
         return FileSystemReader(place, page_cache="auto" if page_cache is None else page_cache)
-    if page_cache is not None:
-        raise _belongs_elsewhere("page_cache", page_cache, reader, "load")
+    _refuse_options(reader, "load", page_cache=page_cache)
     if checkpoint_id is not None or not is_reader_of_torch(reader):
         reader.reset(checkpoint_id)
     return reader

@@ -32,9 +32,6 @@ class TorchSaveCheckpoint(Checkpoint):
         assert isinstance(self.store, TorchSaveSource)
         return self.store
 
-    def sizes(self) -> dict[str, int]:
-        return self.store.list()
-
     def read(self, rank: int | None, name: str) -> Inventory:  # noqa: ARG002 - there is one part
         source = self.source
         structure = source.contents.structure
@@ -51,7 +48,8 @@ class TorchSaveCheckpoint(Checkpoint):
         return replace(found, files={source.name: source.contents.nbytes})
 
     def check_jobs(self, part: Inventory, report: Findings) -> Iterator[Callable[[], None]]:
-        keys = _keys_by_place(part, self.source.name)
+        name = self.source.name
+        keys = [(item.offset, key) for key, _, item in part.items() if item and item.relative_path == name]
         for run in self.source.contents.storages:
             if run.crc32 is None:
                 report.leave_unchecked("saved without checksums")
@@ -72,12 +70,6 @@ class TorchSaveCheckpoint(Checkpoint):
             message = "the bytes are not the ones that were written"
             place = {"file": self.source.name, "offset": run.start, "nbytes": run.nbytes}
             report.damage("checksum", message, keys=keys, **place)
-
-
-def _keys_by_place(part: Inventory, name: str) -> list[tuple[int, str]]:
-    return [
-        (item.offset, key) for key, _, item in part.items() if item is not None and item.relative_path == name
-    ]
 
 
 def open_torch_save(

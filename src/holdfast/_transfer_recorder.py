@@ -27,7 +27,7 @@ _ALL_BEGIN_AFTER = "plan"
 
 
 class TransferRecorder:
-    """What is known so far of one save or load.
+    """Collects the record of one save or load.
 
     Attributes:
         clock: Measures this rank.
@@ -58,7 +58,7 @@ class TransferRecorder:
         self.stall = self.clock.seconds
 
     def mine(self) -> RankRecord:
-        """What this rank has done until now."""
+        """The record of this rank until now."""
         phases = self.clock.phases()
         seconds = sum(phase.seconds for phase in phases)
         stall = seconds if self.stall is None else self.stall
@@ -127,7 +127,7 @@ class TransferRecorder:
 
 
 def _aligned(row: RankRecord, mine: RankRecord, mode: TransferMode) -> RankRecord:
-    """What another rank has sent, on the time line of the coordinator, and until now.
+    """The record of another rank, on the time line of the coordinator, and until now.
 
     All ranks begin their last step when the coordinator's answer to the plans comes. Since it has sent its
     row, the other rank has waited.

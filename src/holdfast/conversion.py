@@ -35,7 +35,7 @@ _SHARD_SIZE = "5GB"
 
 @dataclass(frozen=True)
 class ConversionResult:
-    """What a conversion did.
+    """The result of a conversion.
 
     Attributes:
         source_format: What the source was: "holdfast", "torch", "torch_save" or "safetensors".

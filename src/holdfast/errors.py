@@ -378,7 +378,7 @@ def _describe(error: BaseException | None) -> list[str]:
 
 
 def _reason_and_notes(error: BaseException) -> tuple[str, str]:
-    """What an error says, and the notes added to it, which may differ where the reason is the same."""
+    """The message of an error, and its notes, which may differ between ranks if the message does not."""
     text = "".join(_describe(error)).rstrip()
     notes = "\n".join(map(str, getattr(error, "__notes__", ())))
     return (text.removesuffix(notes).rstrip(), notes) if notes else (text, "")

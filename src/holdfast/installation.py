@@ -13,7 +13,7 @@ __all__ = ["Installed", "install", "installed", "uninstall"]
 
 @dataclass(frozen=True)
 class Installed:
-    """What ``install()`` has done so far in this process.
+    """A report of what ``install()`` has done so far in this process.
 
     Attributes:
         active: Whether ``install()`` is in effect.
@@ -33,7 +33,7 @@ class Installed:
     options: InstallOptions | None = None
 
     def __str__(self) -> str:
-        """The same for people to read, a line for each thing."""
+        """The report as text, a line for each thing."""
         if not self.active:
             return "holdfast is not installed"
         lines = ["holdfast is installed", *(f"  replaced: {name}" for name in self.replaced)]

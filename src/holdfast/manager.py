@@ -44,9 +44,8 @@ from holdfast._engine.stateful_objects import open_states
 from holdfast._manager.background_pruning import BackgroundPruning
 from holdfast._manager.kept_facts import facts_to_keep, run_metadata
 from holdfast._manager.preemption_notice import ignore_preemption
-from holdfast._manager.refused_save import RefusingPlanner
 from holdfast._manager.restoring import RestoredStep, refuse_a_checkpoint, restore_newest
-from holdfast._manager.save_decision import SaveDecision
+from holdfast._manager.save_decision import RefusingPlanner, SaveDecision
 from holdfast._manager.step_queries import StepQueries
 from holdfast._manager.update_guard import UpdateGuard
 from holdfast._ranks.group_exchange import open_exchange

@@ -50,7 +50,7 @@ MEMORY_FORMATS = {
 
 @dataclass
 class TensorProperties:
-    """What a tensor is besides its shape. Only ``dtype`` is used when a checkpoint is loaded.
+    """The properties of a tensor besides its shape. Only ``dtype`` is used when a checkpoint is loaded.
 
     Attributes:
         dtype: The element type. By default torch's default dtype at the time of the call.
@@ -115,7 +115,7 @@ STATE_DICT_TYPE: TypeAlias = dict[str, StatefulT | Any]
 
 @dataclass
 class StorageMeta:
-    """What a storage says about itself, to the planner and in the checkpoint.
+    """Facts that a storage tells the planner, and that are kept in the checkpoint.
 
     Attributes:
         checkpoint_id: The place of the checkpoint, as the caller named it.
@@ -131,7 +131,7 @@ class StorageMeta:
 
 
 class RecordedSave:
-    """What has the record of a save. It is no dataclass, so that these are no fields of Metadata."""
+    """Has the record of a save. It is no dataclass, so that these attributes are no fields of Metadata."""
 
     record: TransferRecord | None = None
     user_metadata: Mapping[str, Any] | None = None

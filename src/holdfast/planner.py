@@ -33,7 +33,7 @@ __all__ = [
 
 
 class WriteItemType(Enum):
-    """What an item of a save holds: a whole tensor, one chunk of a sharded tensor, or another value."""
+    """The kind of an item of a save: a whole tensor, one chunk of a sharded tensor, or another value."""
 
     TENSOR = auto()
     SHARD = auto()
@@ -41,7 +41,7 @@ class WriteItemType(Enum):
 
 
 class LoadItemType(Enum):
-    """What an item of a load reads: part of a tensor, or another value."""
+    """The kind of an item of a load: part of a tensor, or another value."""
 
     TENSOR = auto()
     BYTE_IO = auto()
@@ -155,7 +155,7 @@ class ReadItem:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What one rank will write.
+    """The items that one rank will write.
 
     Attributes:
         items: The lines of the plan. Each is written exactly once.
@@ -174,7 +174,7 @@ class SavePlan:
 
 @dataclass
 class LoadPlan:
-    """What one rank will read; the fields are as in :class:`SavePlan`."""
+    """The items that one rank will read; the fields are as in :class:`SavePlan`."""
 
     items: list[ReadItem]
     storage_data: Any = None

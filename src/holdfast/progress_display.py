@@ -1,13 +1,12 @@
 """Shows how far a save, a load or another long transfer is: a bar in a terminal, log lines elsewhere."""
 
 import contextlib
-import importlib.util
 import logging
+import shutil
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO, TypeAlias
+from typing import TextIO, TypeAlias
 
 from typing_extensions import Self
 
@@ -31,18 +30,36 @@ _LOG = 10.0
 _WIDTH = 30
 
 
-class ProgressObserver(ABC):
+class ProgressObserver:
     """Is called with each ``Progress`` of one transfer, one call at a time, and closed at its end.
 
     It is a context manager that closes itself. ``close`` may be called twice.
+
+    Args:
+        show: Takes how far the transfer is. An exception from it stops the transfer.
+        seconds: How much time must pass before ``show`` is called, and between two calls of it.
+        end: Called when the transfer has ended, however it did.
     """
 
-    @abstractmethod
-    def __call__(self, progress: Progress) -> None:
-        """Take how far the transfer is. An exception stops the transfer."""
+    def __init__(
+        self,
+        show: Callable[[Progress], object],
+        seconds: float = 0.0,
+        end: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._show, self._seconds, self._end = show, seconds, end
+        self._shown = time.monotonic()
 
-    def close(self) -> None:  # noqa: B027 - nothing to end by default
-        """The transfer has ended, however it did: end the bar."""
+    def __call__(self, progress: Progress) -> None:
+        """Show how far the transfer is, unless that was shown a moment ago."""
+        now = time.monotonic()
+        if now - self._shown >= self._seconds:
+            self._shown = now
+            self._show(progress)
+
+    def close(self) -> None:
+        """The transfer has ended: take the bar away."""
+        self._end()
 
     def __enter__(self) -> Self:
         return self
@@ -54,12 +71,12 @@ class ProgressObserver(ABC):
 def observer(
     progress: ProgressOption, what: str, *, rank: int = 0, stream: TextIO | None = None
 ) -> ProgressObserver | None:
-    """What is told of the progress of one transfer.
+    """Make the observer of one transfer's progress.
 
     Args:
-        progress: None or False for nobody. True shows it, on rank 0 only: in a terminal as a bar (of rich, if
-            that is installed), elsewhere as a line at level INFO every ten seconds. A function is called with
-            each ``Progress``, on every rank.
+        progress: None or False for nobody. True shows it, on rank 0 only: in a terminal as a bar, elsewhere
+            as a line at level INFO every ten seconds. A function is called with each ``Progress``, on every
+            rank.
         what: What is being done, in a few words, such as "saving checkpoints/100".
         rank: The rank of this process.
         stream: Where a bar is drawn; stderr by default.
@@ -79,13 +96,13 @@ def observer(
     if progress is not True:
         if not callable(progress):
             raise UsageError(f"progress is True, False or a function, not {progress!r}", found=progress)
-        return _ToFunction(progress)
+        return ProgressObserver(progress)
     if rank != 0:
         return None
     stream = sys.stderr if stream is None else stream
     if stream is None or not stream.isatty():
-        return _LogLines(what)
-    return _RichBar(what, stream) if importlib.util.find_spec("rich") is not None else _PlainBar(what, stream)
+        return ProgressObserver(lambda done: logger.info("%s: %s", what, in_words(done)), _LOG)
+    return ProgressObserver(lambda done: _draw(stream, _bar(what, done)), _REDRAW, lambda: _draw(stream, ""))
 
 
 @contextlib.contextmanager
@@ -98,101 +115,18 @@ def tracking(progress: ProgressOption, what: str, *, rank: int = 0) -> Iterator[
         yield ProgressTracker.reporting_to(watching)
 
 
-class _ToFunction(ProgressObserver):
-    def __init__(self, function: Callable[[Progress], object]) -> None:
-        self._function = function
-
-    def __call__(self, progress: Progress) -> None:
-        self._function(progress)
-
-
-class _NowAndThen(ProgressObserver):
-    """Shows some of what it is told: never twice within a time."""
-
-    def __init__(self, what: str, seconds: float) -> None:
-        self._what = what
-        self._seconds = seconds
-        self._shown = time.monotonic()
-
-    def __call__(self, progress: Progress) -> None:
-        now = time.monotonic()
-        if now - self._shown >= self._seconds:
-            self._shown = now
-            self._show(progress)
-
-    @abstractmethod
-    def _show(self, progress: Progress) -> None:
-        """Show it."""
+def _bar(what: str, progress: Progress) -> str:
+    """One line of a terminal."""
+    bar = "#" * round(_share(progress) * _WIDTH)
+    line = f"{what} [{bar:<{_WIDTH}}] {in_words(progress)}"
+    # The end of it: a line that is wrapped could not be drawn over.
+    return line[-(shutil.get_terminal_size().columns - 1) :]
 
 
-class _LogLines(_NowAndThen):
-    def __init__(self, what: str) -> None:
-        super().__init__(what, _LOG)
-
-    def _show(self, progress: Progress) -> None:
-        logger.info("%s: %s", self._what, in_words(progress))
-
-
-class _PlainBar(_NowAndThen):
-    """One line of a terminal that is drawn over and over."""
-
-    def __init__(self, what: str, stream: TextIO) -> None:
-        super().__init__(what, _REDRAW)
-        self._stream = stream
-
-    def _show(self, progress: Progress) -> None:
-        bar = "#" * round(_share(progress) * _WIDTH)
-        self._stream.write(f"\r\033[K{self._what} [{bar:<{_WIDTH}}] {in_words(progress)}")
-        self._stream.flush()
-
-    def close(self) -> None:
-        self._stream.write("\r\033[K")
-        self._stream.flush()
-
-
-class _RichBar(_NowAndThen):
-    """A bar of rich, from the first picture on. It is gone at the end: the log says what was done."""
-
-    def __init__(self, what: str, stream: TextIO) -> None:
-        super().__init__(what, _REDRAW)
-        self._stream = stream
-        self._bar: Any = None
-        self._task: Any = None
-
-    def _show(self, progress: Progress) -> None:
-        if self._bar is None:
-            self._bar = _rich_progress(self._stream)
-            self._task = self._bar.add_task(self._what, total=None, words="")
-            self._bar.start()
-        self._bar.update(
-            self._task,
-            completed=progress.nbytes_done,
-            total=progress.nbytes_total or None,
-            words=in_words(progress),
-        )
-        self._bar.refresh()
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-
-def _rich_progress(stream: TextIO) -> Any:
-    from rich.console import Console  # noqa: PLC0415 - slow to import, and drawn in terminals only
-    from rich.progress import BarColumn, TextColumn  # noqa: PLC0415
-    from rich.progress import Progress as RichProgress  # noqa: PLC0415
-
-    # Without markup: a path may have square brackets, which rich would take for colours. Without a thread of
-    # its own: it is drawn when there is something new.
-    return RichProgress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TextColumn("{task.fields[words]}", markup=False),
-        console=Console(file=stream),
-        transient=True,
-        auto_refresh=False,
-    )
+def _draw(stream: TextIO, line: str) -> None:
+    """Draw over the line that was drawn before."""
+    stream.write(f"\r\033[K{line}")
+    stream.flush()
 
 
 def _share(progress: Progress) -> float:

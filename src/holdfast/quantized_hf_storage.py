@@ -148,7 +148,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         key = req.storage_index.fqn
         stored = safetensor_file.get_slice(key)
         scales = self._scales(self._weight_scale_mapping[key], key, safetensor_file)
-        numbers = torch.empty(tuple(req.lengths), dtype=self.target_dtype)
+        numbers = torch.empty(tuple(req.lengths), dtype=self.target_dtype, device="cpu")
 
         def read(regions: dict[str, Region]) -> tuple[torch.Tensor, torch.Tensor]:
             of_stored, of_scales = regions.values()

@@ -81,7 +81,7 @@ def _give(record: TransferRecord, listener: RecordListener) -> None:
 
 
 def _fields(record: TransferRecord) -> dict[str, object]:
-    """What a log line has as data: a few numbers, however many ranks there are."""
+    """The data of a log line: a few numbers, however many ranks there are."""
     slowest = record.slowest
     return {
         "kind": record.kind,

@@ -212,7 +212,7 @@ class AsyncCheckpointerType(Enum):
 
 @dataclass
 class AsyncSaveResponse:
-    """What ``async_save`` returns if the stager is an asynchronous one.
+    """The return value of ``async_save`` if the stager is an asynchronous one.
 
     Attributes:
         staging_completion: Done when the copy is complete, so that the original may change.
@@ -335,12 +335,12 @@ def async_save(
 
 
 def _chosen_stager(given: AsyncStager | None, writer: StorageWriter | None) -> Any:
-    """What copies the state; None for our own buffers."""
+    """The stager that copies the state; None for our own buffers."""
     return writer if given is None and writer is not None and stages_itself(writer) else given
 
 
 def _handed_over(future: SaveFuture, copy: StateCopy, stager: Any) -> SaveFuture | AsyncSaveResponse:
-    """What the caller gets of a save that runs in the background."""
+    """The return value of ``async_save`` for a save that runs in the background."""
     if copy.is_asynchronous:
         return AsyncSaveResponse(staging_completion=future.staged, upload_completion=future)
     if stager is not None and stager.should_synchronize_after_execute:

@@ -136,7 +136,7 @@ class TrainingState:
         self.extra.update(state_dict.get("extra", {}))
 
     def only(self, *parts: str) -> Stateful:
-        """What saves or loads only these parts of this object.
+        """A Stateful object that saves and loads only these parts.
 
         Args:
             *parts: Any of ``"model"``, ``"optimizer"``, ``"schedulers"``, ``"step"``, ``"rng"``, ``"data"``
@@ -145,38 +145,36 @@ class TrainingState:
         Example:
             >>> holdfast.load({"training": state.only("model")}, checkpoint_id="pretrained")
         """
-        _check_parts(parts)
-        return _SomeParts(self, lambda name: name in parts)
+        for part in parts:
+            if part not in _PARTS:
+                raise UsageError(f"a TrainingState has no part {part!r}{_nearest(part, _PARTS)}", found=part)
+        return _SomeParts(self, parts)
 
     def without(self, *parts: str) -> Stateful:
-        """What saves or loads everything of this object but these parts; see :meth:`only`."""
-        _check_parts(parts)
-        return _SomeParts(self, lambda name: name not in parts)
+        """A Stateful object that saves and loads everything but these parts; see :meth:`only`."""
+        self.only(*parts)  # checks the names
+        return _SomeParts(self, [part for part in _PARTS if part not in parts])
 
 
 class _SomeParts:
     """Some parts of a TrainingState."""
 
-    def __init__(self, owner: TrainingState, has: Callable[[str], bool]) -> None:
-        self._owner, self._has = owner, has
+    def __init__(self, owner: TrainingState, parts: Sequence[str]) -> None:
+        self._owner, self._parts = owner, parts
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: state for name, state in self._owner.state_dict().items() if self._has(name)}
+        return {name: state for name, state in self._owner.state_dict().items() if name in self._parts}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._owner.load_state_dict({name: state for name, state in state_dict.items() if self._has(name)})
+        self._owner.load_state_dict(
+            {name: state for name, state in state_dict.items() if name in self._parts}
+        )
 
 
 _STATEFUL_LOADER = (
     ". torchdata.stateful_dataloader.StatefulDataLoader takes the same arguments and knows its position"
 )
 _PARTS = ("model", "optimizer", "schedulers", "step", "rng", "data", "extra")
-
-
-def _check_parts(parts: tuple[str, ...]) -> None:
-    for part in parts:
-        if part not in _PARTS:
-            raise UsageError(f"a TrainingState has no part {part!r}{_nearest(part, _PARTS)}", found=part)
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

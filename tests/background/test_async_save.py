@@ -28,6 +28,7 @@ from torch.distributed.checkpoint import state_dict_saver as stock_saver
 import holdfast
 from holdfast import async_save, state_dict_loader
 from holdfast._background.short_turns import short_turns
+from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import UsageError
 from holdfast.filesystem import FileSystemWriter
 from holdfast.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
@@ -619,3 +620,21 @@ def test_an_interrupt_while_a_save_begins_leaves_its_copy_to_one_of_both(
     assert loaded(folder, size) == (3 if before else 1)  # the save that was interrupted is cancelled
     assert loaded(tmp_path / "d", size) == 4
     assert not failures
+
+
+@pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
+@pytest.mark.parametrize("flatten", [True, False])
+def test_tensors_in_values_that_are_stored_whole_take_only_their_own_bytes(
+    tmp_path: Path, kind: AsyncCheckpointerType, flatten: bool
+) -> None:
+    inner = {"pair": (torch.ones(3), torch.arange(2)), "many": (torch.ones(5), torch.zeros(2).half())}
+    saving(
+        {"weight": torch.zeros(1 << 20), "inner": inner},
+        checkpoint_id=tmp_path,
+        planner=DefaultSavePlanner(flatten_state_dict=flatten),
+        async_checkpointer_type=kind,
+    ).result(HANG_GUARD)
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < (4 << 20) + 20_000
+    with holdfast.open(tmp_path) as saved:
+        found = saved["inner"] if not flatten else {name: saved[f"inner.{name}"] for name in inner}
+    assert repr(found) == repr(inner)

@@ -10,8 +10,8 @@ from tests.support.torch_pickles import write_torch_metadata
 
 import holdfast as hf
 from holdfast._contents.inventory import ObjectEntry
+from holdfast._format.paths import TypedKey
 from holdfast._format.torch_pickle_records import TorchProperties, TorchTensor
-from holdfast._format.typed_key import TypedKey
 from holdfast.cli.tree import branches, make_tree
 from holdfast.testing import FakeRanks
 

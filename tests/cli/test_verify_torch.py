@@ -126,7 +126,7 @@ def test_an_object_of_many_tensors_is_checked(holdfast: Command, tmp_path: Path)
     assert holdfast("verify", tmp_path).code == 0
     at = (tmp_path / "data").read_bytes().index(struct.pack("<100q", *[40] * 100))
     flip_bit(tmp_path / "data", at)
-    assert kinds_and_keys(holdfast("verify", "--json", tmp_path)) == [("archive", ["many"])]
+    assert kinds_and_keys(holdfast("verify", "--json", tmp_path)) == [("checksum", ["many"])]
 
 
 def test_an_object_that_is_no_archive_is_left_and_said_so(holdfast: Command, tmp_path: Path) -> None:

@@ -47,6 +47,24 @@ class SilentFileSystem(OtherLocalFileSystem):
             super().mv(path1, path2, **kwargs)
 
 
+class WebFileSystem(OtherLocalFileSystem):
+    """Which shows files and no folders, and renames nothing, as most web servers."""
+
+    protocol = "web"
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> str:
+        return str(super()._strip_protocol(os.fspath(path).removeprefix("web://")))
+
+    def ls(self, path: str, detail: bool = False, **kwargs: Any) -> Any:
+        error = RuntimeError(f"403, Forbidden: {path}")
+        error.status = 403  # type: ignore[attr-defined]
+        raise error
+
+    def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+
 class RememberingFileSystem(MemoryFileSystem):  # type: ignore[misc]
     """Answers from a listing as long as it has one, as those of object stores."""
 

@@ -15,7 +15,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint._fsspec_filesystem as stock_fsspec
 from fsspec.implementations.memory import MemoryFileSystem
-from tests.contract.fsspec_file_systems import OtherLocalFileSystem, UploadingFileSystem, forget_memory
+from tests.contract.fsspec_file_systems import (
+    OtherLocalFileSystem,
+    UploadingFileSystem,
+    WebFileSystem,
+    forget_memory,
+)
 from tests.support.stock_torch import HAS_EXTENSIONS, IS_NEWEST, stock_load, stock_save
 
 import holdfast as hf
@@ -25,7 +30,7 @@ from holdfast._io.fsspec_store import FsspecStore, open_fsspec
 from holdfast._io.local import LocalStore
 from holdfast._storage.store_writer import StoreWriter
 from holdfast.cli import main
-from holdfast.errors import CheckpointNotFoundError, UsageError, WrongFolderError
+from holdfast.errors import CheckpointException, CheckpointNotFoundError, UsageError, WrongFolderError
 from holdfast.state_dict_saver import AsyncCheckpointerType
 
 # Its types say that it exports nothing.
@@ -253,6 +258,30 @@ def test_a_chain_leads_to_a_checkpoint_in_an_archive(
     load(1.0, storage_reader=hf.FsspecReader(url))
     assert main(["ls", url]) == 0
     assert "[300, 200]" in capsys.readouterr().out
+
+
+def test_a_web_server_that_shows_no_folders_is_read_by_the_usual_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fsspec.register_implementation("web", WebFileSystem, clobber=True)
+    hf.save(state(1.0), checkpoint_id=tmp_path / "run")
+    weights = {"w": state(1.0)["w"]}
+    hf.save(weights, storage_writer=hf.HuggingFaceStorageWriter(str(tmp_path / "model")))
+    load(1.0, checkpoint_id=f"web://{tmp_path}/run")
+    for place in ("run", "model"):
+        with hf.open(f"web://{tmp_path}/{place}") as view:
+            assert torch.equal(view["w"][...], weights["w"])
+        for command in ("ls", "show", "verify"):
+            assert main([command, f"web://{tmp_path}/{place}"]) == 0
+    loaded = {"w": torch.zeros_like(weights["w"])}
+    hf.load(loaded, storage_reader=hf.HuggingFaceStorageReader(f"web://{tmp_path}/model"))
+    assert torch.equal(loaded["w"], weights["w"])
+    (tmp_path / "run" / next(n for n in os.listdir(tmp_path / "run") if n.endswith(".distcp"))).unlink()
+    assert main(["verify", f"web://{tmp_path}/run"]) == 1
+    with pytest.raises(CheckpointNotFoundError):
+        hf.open(f"web://{tmp_path}/nothing")
+    with pytest.raises(CheckpointException, match="cannot rename files"):
+        hf.save(state(1.0), checkpoint_id=f"web://{tmp_path}/new")
 
 
 def test_a_chain_with_a_cache_is_refused_and_a_folder_may_have_colons(tmp_path: Path) -> None:

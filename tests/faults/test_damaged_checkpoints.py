@@ -386,6 +386,7 @@ def test_an_object_of_a_torch_checkpoint_that_is_no_pickle_any_more_is_damaged(t
     assert isinstance(raised, IntegrityError)
     assert not isinstance(raised, UnsafeMetadataError)
     assert "names: the stored object cannot be read: it is no pickle" in str(raised)
+    assert name in str(raised)
 
 
 @pytest.mark.parametrize("offset", [8, 10])

@@ -11,7 +11,7 @@ import torch
 from tests.hf.model_files import export, load, model_files, same
 
 from holdfast._io.local_ranges import LocalRanges
-from holdfast._storage import safetensors_writer
+from holdfast._storage import safetensors_writer, store_writer
 
 OLD, NEW = ({"a": torch.full((8,), float(n)), "b": torch.arange(4) + n} for n in range(2))
 
@@ -25,7 +25,9 @@ def _takes_no_ranges(*_: Any) -> bool:
 
 
 def _save(folder: Path, dies_in: str, is_streamed: bool, options: dict[str, Any]) -> None:
-    setattr(safetensors_writer, dies_in, _dies)
+    for module in (safetensors_writer, store_writer):
+        if hasattr(module, dies_in):
+            setattr(module, dies_in, _dies)
     if is_streamed:
         LocalRanges.takes_ranges = _takes_no_ranges  # type: ignore[assignment, method-assign]
     export(NEW, folder, **options)
@@ -51,7 +53,7 @@ def test_files_of_a_killed_save_go_though_the_next_one_was_killed_before_it_remo
     before = sorted(path.name for path in tmp_path.iterdir())
     killed("write_chunks")(tmp_path, max_shard_size=40)
     assert list(tmp_path.glob(".*.tmp"))
-    killed("remove_dead_models")(tmp_path)
+    killed("remove_dead")(tmp_path)
     export(NEW, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     assert same(load(tmp_path, NEW), NEW)

@@ -375,6 +375,19 @@ def test_state_dicts_of_models_are_read_by_ours() -> None:
     assert not optimizer.state  # torch's would have taken a step
 
 
+def test_patched_state_dicts_of_models_and_optimizers_are_ours() -> None:
+    model, start = torch.nn.Linear(2, 2), torch.ones(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    state_dict._patch_model_state_dict(model)
+    state_dict._patch_optimizer_state_dict(model, optimizers=(optimizer,))
+    assert set(model.state_dict()) == {"weight", "bias"}
+    assert optimizer.state_dict()["param_groups"][0]["params"] == ["weight", "bias"]
+    assert not optimizer.state  # torch's would have taken a step to make room
+    model.load_state_dict({"weight": start, "bias": start[0]})
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert torch.equal(model.weight, start)
+
+
 def everything() -> dict[str, dict[str, Any]]:
     return {
         name: dict(vars(module))

@@ -370,6 +370,21 @@ def test_a_writer_may_have_a_future_of_its_own(tmp_path: Path, base: Any) -> Non
     assert_arrived(state)
 
 
+@pytest.mark.parametrize("reported", [None, [], [{"done": True}], [("weight", 8)]], ids=repr)
+def test_a_writer_may_report_in_records_of_its_own(tmp_path: Path, reported: Any) -> None:
+    finished = []
+
+    class Writer(hf.FileSystemWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            return PlainFuture(reported)
+
+        def finish(self, metadata: Any, results: Any) -> None:
+            finished.append(results)
+
+    hf.save({"weight": torch.ones(2), "step": 1}, storage_writer=Writer(tmp_path))
+    assert finished == [[reported]]
+
+
 @pytest.mark.parametrize("base", [dcp.DefaultSavePlanner, hf.DefaultSavePlanner])
 @pytest.mark.parametrize("kind", [tuple, list])
 def test_a_planner_may_give_shapes_and_offsets_as_plain_sequences(

@@ -19,7 +19,7 @@ from tests.support.ranks import python_environment
 from tests.support.stock_torch import stock_save
 
 import holdfast as hf
-from holdfast._staging import host_copy
+from holdfast._staging import staging_copy
 from holdfast._staging.staging_copy import copy_spans
 from holdfast.cli import main
 from holdfast.errors import CheckpointNotFoundError, ChecksumError, MissingKeyError, UsageError
@@ -393,7 +393,7 @@ def test_only_the_guard_keeps_a_snapshot_that_overlaps_from_being_torn(
             time.sleep(0.2)
         real(spans, destination, threads=threads)
 
-    monkeypatch.setattr(host_copy, "copy_spans", late)
+    monkeypatch.setattr(staging_copy, "copy_spans", late)
     state = {"a": torch.zeros(1 << 18), "b": torch.zeros(1 << 18)}
     with CheckpointManager(tmp_path, overlap_staging=True) as manager:
         manager.async_save(1, state)

@@ -61,6 +61,34 @@ def test_a_profile_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name
     access.open()
 
 
+def test_a_profile_tells_region_and_endpoint_of_other_credentials_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "config").write_text(
+        "[default]\nregion = r\naws_access_key_id = other\nservices = mine\n"
+        "endpoint_url = http://127.0.0.1:1\n"
+        "[services mine]\ns3 =\n  addressing_style = path\n  endpoint_url = http://127.0.0.1:2\n"
+    )
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    access = BucketAccess(URL)
+    assert (access.region, access.endpoint) == ("r", "http://127.0.0.1:2")
+    assert access.s3_keys() == S3Keys("key", "secret")
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    assert access.endpoint is None
+
+
+def test_a_malformed_profile_is_named_if_it_is_needed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "config").write_text("no section\n")
+    with pytest.raises(UsageError, match="config, in which AWS keeps its profiles"):
+        BucketAccess(URL).open()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    BucketAccess(URL).open()
+
+
 def test_a_profile_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     with pytest.raises(UsageError, match="nobody"):
@@ -212,5 +240,10 @@ def test_spread_names_begin_differently_and_tell_the_same() -> None:
     }
 
 
-def test_every_scheme_of_a_bucket_is_a_place() -> None:
+def test_every_scheme_of_a_bucket_is_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
     assert {scheme for scheme, opens in STORES.items() if opens is open_bucket} == set(CLASSES)
+    for scheme, kind in CLASSES.items():
+        options = {} if kind == "AzureStore" else {"skip_signature": True}
+        assert BucketAccess(f"{scheme}://bucket/run", options).open().prefix == "run"

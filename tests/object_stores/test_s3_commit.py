@@ -131,6 +131,17 @@ def test_the_right_to_list_is_not_needed(proxy: S3Proxy, s3: S3Server, place: st
     assert absent.count
 
 
+def test_the_right_to_delete_is_not_needed(
+    proxy: S3Proxy, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What would have been removed stays, the leases of the saves too."""
+    proxy.on(Answer(403), method="POST", query="delete")
+    for value in (1.0, 2.0, 3.0):
+        save(place, value)
+        assert load(place) == value
+    assert "without the right to delete" in caplog.text
+
+
 def test_a_first_load_without_the_right_to_list_is_not_a_first_start(proxy: S3Proxy, place: str) -> None:
     for method in ("GET", "HEAD"):
         proxy.on(Answer(403), method=method)

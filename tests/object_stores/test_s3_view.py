@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from tests.support.s3_faults import Answer
 from tests.support.s3_proxy import S3Proxy
 
 import holdfast as hf
@@ -31,6 +32,22 @@ def test_a_view_and_the_commands_read_a_bucket(place: str, capsys: pytest.Captur
     assert (row["step"], row["complete"]) == (1, True)
     assert main(["show", run]) == 3
     assert f"Name one of them, such as {run}/step-1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_right_to_list_is_not_needed_to_look_or_to_copy(place: str, proxy: S3Proxy) -> None:
+    hf.save({"w": torch.ones(30)}, checkpoint_id=place)
+    model = f"{place}-model"
+    hf.save({"w": torch.ones(30)}, storage_writer=hf.HuggingFaceStorageWriter(model))
+    proxy.on(Answer(403), method="GET", query="list-type")
+    copies = {place: f"{place}-copy", model: f"{place}-converted"}
+    assert main(["cp", place, copies[place]]) == 0
+    hf.convert(model, copies[model], to="safetensors")
+    for each in (*copies, *copies.values()):
+        with hf.open(each) as view:
+            assert view["w"][...].sum() == 30
+        for command in ("ls", "show", "verify"):
+            assert main([command, each]) == 0
 
 
 def test_small_neighbours_are_one_request(place: str, proxy: S3Proxy) -> None:

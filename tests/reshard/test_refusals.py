@@ -156,3 +156,32 @@ def test_a_dtensor_without_data_is_not_saved(tmp_path: Path) -> None:
         assert isinstance(error, PlanError)
         assert error.key == "weight"
         assert "meta device" in str(error)
+
+
+@pytest.mark.parametrize("nbytes", [0, 20], ids=["freed", "cut"])
+@pytest.mark.parametrize("kind", ["plain", "transposed", "DTensor"])
+def test_a_tensor_whose_storage_was_freed_is_neither_saved_nor_loaded_into(
+    tmp_path: Path, kind: str, nbytes: int
+) -> None:
+    def without_memory(rank: FakeRank) -> Any:
+        memory = torch.ones(8, 4)
+        local = memory.t() if kind == "transposed" else memory
+        memory.untyped_storage().resize_(nbytes)
+        return rank.assemble(local, rank.mesh(), [Shard(0)], [16, 4]) if kind == "DTensor" else local
+
+    def save(rank: FakeRank) -> None:
+        rank.save({"model": {"weight": without_memory(rank)}}, checkpoint_id=tmp_path)
+
+    def load(rank: FakeRank) -> None:
+        rank.load({"model": {"weight": without_memory(rank)}}, checkpoint_id=tmp_path)
+
+    for error in FakeRanks(2).attempt(save):
+        assert isinstance(error, PlanError)
+        assert error.key == "model.weight"
+        assert "freed" in str(error)
+    shape = {"plain": (8, 4), "transposed": (4, 8), "DTensor": (16, 4)}[kind]
+    holdfast.save({"model": {"weight": torch.ones(shape)}}, checkpoint_id=tmp_path)
+    for error in FakeRanks(2).attempt(load):
+        assert isinstance(error, PlanError)
+        assert "model.weight" in str(error)
+        assert "freed" in str(error)

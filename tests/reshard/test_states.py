@@ -254,13 +254,15 @@ def test_a_dtensor_of_which_a_rank_holds_nothing_does_not_stay_without_memory(tm
 
     def load(rank: FakeRank) -> None:
         rows = rank.distribute(torch.arange(2.0), rank.mesh(), [Shard(0)])
-        value = rank.assemble(rows.to_local().to("meta"), rank.mesh(), [Shard(0)], [2])
-        state = {"weight": value, "other": value}
+        value, other = (
+            rank.assemble(rows.to_local().to("meta"), rank.mesh(), [Shard(0)], [2]) for _ in range(2)
+        )
+        state = {"weight": value, "other": other}
         planner = holdfast.DefaultLoadPlanner(allow_partial_load=True)
         rank.load(state, checkpoint_id=tmp_path, planner=planner)
         assert_holds(state["weight"], rows, "weight")
         assert state["weight"].to_local().device.type == "cpu"
-        assert state["other"] is value
+        assert state["other"] is other
 
     FakeRanks(3).run(load)
 
@@ -438,3 +440,42 @@ def test_any_layout_loads_into_any_other(journey: tuple[Any, MeshAndPlacements])
 def test_any_layout_loads_into_any_other_at_length(journey: tuple[Any, MeshAndPlacements]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         check_reshard(*journey, folder)
+
+
+def test_a_default_device_of_the_program_is_not_used_for_plans_and_scratch(tmp_path: Path) -> None:
+    weight = torch.arange(70_000.0).view(700, 100)
+
+    def state(rank: FakeRank, content: torch.Tensor) -> dict[str, Any]:
+        return {
+            "sharded": rank.distribute(content, rank.mesh(), [Shard(0)]),
+            "columns": rank.distribute(content, rank.mesh(), [Shard(1)]),
+            "turned": content.t().clone().t(),
+            "small": content[0].clone(),
+            "half": content[1].half(),
+            "sparse": content[:2, :4].to_sparse(),
+            "pair": (content[:2].clone(), 3),
+        }
+
+    def save_and_load(rank: FakeRank) -> None:
+        saved = state(rank, weight)
+        blanks = [state(rank, torch.zeros_like(weight)) for _ in range(2)]
+        crossed = {"sharded": blanks[1]["columns"], "columns": blanks[1]["sharded"]}
+        with torch.device("meta"):
+            rank.save(saved, checkpoint_id=tmp_path / "c")
+            for loaded in (blanks[0], crossed):
+                rank.load(loaded, checkpoint_id=tmp_path / "c")
+        assert same(blanks[0]["pair"], saved["pair"])
+        for kind, found in (("sharded", blanks[0]), ("columns", blanks[0])):
+            assert_holds(found[kind], saved[kind], kind)
+        assert_holds(crossed["sharded"], saved["columns"], "crossed")
+
+    FakeRanks(2).run(save_and_load)
+    plain = {"turned": weight.t().clone().t(), "small": weight[0], "sparse": weight[:2, :4].to_sparse()}
+    found: dict[str, Any] = {"turned": torch.zeros(700, 100), "small": torch.zeros(100), "sparse": None}
+    with torch.device("meta"):
+        future: Any = holdfast.async_save(plain, checkpoint_id=tmp_path / "d")
+        future.result()
+        holdfast.load(found, checkpoint_id=tmp_path / "d")
+        holdfast.convert(tmp_path / "d", tmp_path / "all.pt", keys=["turned", "small"])
+    assert all(torch.equal(found[key].to_dense(), plain[key].to_dense()) for key in plain)
+    assert torch.equal(torch.load(tmp_path / "all.pt")["turned"], weight)

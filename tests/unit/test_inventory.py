@@ -12,8 +12,8 @@ from holdfast._format.description import column
 from holdfast._format.item_table import StorageInfo
 from holdfast._format.manifest import Manifest, encode
 from holdfast._format.metadata_file import MARK
+from holdfast._format.paths import TypedKey
 from holdfast._format.torch_pickle_records import TorchProperties, TorchTensor
-from holdfast._format.typed_key import TypedKey
 from holdfast.errors import MetadataFormatError
 
 CRCS = b"\1\0\0\0\2\0\0\0"

@@ -333,3 +333,19 @@ def test_ranks_that_say_nothing_has_changed_save_the_same_again(tmp_path: Path) 
         state = {"w": torch.zeros(32)}
         holdfast.load(state, checkpoint_id=tmp_path / name, no_dist=True)
         assert torch.equal(state["w"], whole)
+
+
+def test_a_planner_that_looks_at_its_items_does_not_have_them_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = {f"key {n}": torch.zeros(2) for n in range(10)}
+    plan = create_default_local_save_plan(state, is_coordinator=True)
+    assert len([*plan.items]) == 10
+
+    def make_again(self: WriteItem, *args: Any) -> None:
+        raise AssertionError("an item was made again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(WriteItem, "__init__", make_again)
+        _, metadata = plan_for([plan])
+    assert len(metadata.state_dict_metadata) == 10

@@ -185,21 +185,20 @@ def test_a_request_larger_than_the_budget_is_admitted_alone() -> None:
 
 def test_a_large_request_is_not_starved_by_small_ones() -> None:
     budget, order = Budget(10), []
-    budget.acquire(5)
 
     def ask(nbytes: int) -> None:
         with budget.hold(nbytes):
             order.append(nbytes)
 
     large = threading.Thread(target=ask, args=(10,))
-    large.start()
-    while not budget._waiting:
-        pass
     small = threading.Thread(target=ask, args=(1,))
-    small.start()
-    while len(budget._waiting) < 2:
-        pass
-    budget.release(5)
+    with budget.hold(5):
+        large.start()
+        while not budget._waiting:
+            pass
+        small.start()
+        while len(budget._waiting) < 2:
+            pass
     for thread in (large, small):
         thread.join(WAIT)
     assert order == [10, 1]
@@ -208,7 +207,6 @@ def test_a_large_request_is_not_starved_by_small_ones() -> None:
 def test_a_failure_wakes_those_who_wait_for_the_budget() -> None:
     flag = Cancellation()
     budget = Budget(10, flag)
-    budget.acquire(10)
 
     def wait() -> None:
         with budget.hold(1):
@@ -219,9 +217,10 @@ def test_a_failure_wakes_those_who_wait_for_the_budget() -> None:
             pass
         raise ValueError("elsewhere")
 
-    with pytest.raises(ValueError, match="elsewhere"):
-        run([wait, wait, fail], threads=3, cancellation=flag)
-    assert budget.held == 10
+    with budget.hold(10):
+        with pytest.raises(ValueError, match="elsewhere"):
+            run([wait, wait, fail], threads=3, cancellation=flag)
+        assert budget.held == 10
 
 
 def test_what_a_failing_job_held_is_released() -> None:

@@ -66,12 +66,31 @@ def test_a_model_with_tied_weights_is_loaded_from_one_and_not_from_another(
     assert result.left_alone == ()
 
 
-def test_what_is_missing_under_one_key_of_a_tensor_is_left_alone(tmp_path: Path) -> None:
-    hf.save({"a": torch.ones(2)}, checkpoint_id=tmp_path)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_with_tied_weights_is_loaded_if_one_of_their_names_is_stored(
+    tmp_path: Path, device: str
+) -> None:
+    saved = Ends(tied=True)
+    hf.save({"first.weight": saved.first.weight}, checkpoint_id=tmp_path)
+    with torch.device(device):
+        model, untied = Ends(tied=True), Ends(tied=False)
+    result = hf.load(model, checkpoint_id=tmp_path)
+    assert (result.loaded, result.left_alone) == (("first.weight", "last.weight"), ())
+    assert model.first.weight is model.last.weight
+    assert torch.equal(model.first.weight, saved.first.weight)
+    with pytest.raises(PlanError, match=r"last\.weight: Missing key"):
+        hf.load(untied, checkpoint_id=tmp_path)
+
+
+def test_a_tied_tensor_is_missing_if_its_stored_name_has_another_shape(tmp_path: Path) -> None:
+    hf.save({"a": torch.ones(3), "c": torch.ones(1)}, checkpoint_id=tmp_path)
     shared = torch.zeros(2)
-    result = hf.load({"a": shared, "b": shared}, checkpoint_id=tmp_path, allow_partial_load=True)
-    assert (result.loaded, result.left_alone) == (("a",), ("b",))
-    assert (shared == 1).all()
+    with pytest.raises(PlanError, match="b: Missing key"):
+        hf.load(
+            {"a": shared, "b": shared, "c": torch.zeros(1)},
+            checkpoint_id=tmp_path,
+            ignore_mismatched_sizes=True,
+        )
 
 
 def test_views_of_different_parts_are_loaded_each(tmp_path: Path) -> None:

@@ -2,22 +2,20 @@
 
 import io
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import IO, Any
+from typing import IO
 
 from holdfast._contents.checking import CheckedFile, KeyedItem
 from holdfast._contents.findings import Findings
-from holdfast._contents.item_bytes import LARGEST_UNDECLARED, transforms_of
+from holdfast._contents.item_bytes import LARGEST_UNDECLARED, ItemBytes, ItemRules, undo_transforms
 from holdfast._format.dtypes import DTYPES
-from holdfast._format.item_table import StorageInfo
 from holdfast._format.torch_item_reader import read_item_layout
 from holdfast._format.torch_item_zip import Archive
 from holdfast._geometry import volume
 from holdfast._human_units import shape_text
 from holdfast._io.blocks import crc32
-from holdfast._io.file_access import FileReader
+from holdfast._io.pool import Budget, Cancellation
 from holdfast.errors import ChecksumError, ExtensionError, IntegrityError
 from holdfast.extension import ExtensionRegistry
 
@@ -31,7 +29,7 @@ _PIECE = 1 << 20
 _BATCH = 8 << 20
 # Inflated items up to this size are checked in memory, larger ones in a temporary file.
 _IN_MEMORY = 32 << 20
-
+_MOST_RECORDS = 1 << 24
 
 ReadAt = Callable[[int, int], bytes]
 
@@ -51,28 +49,28 @@ def torch_jobs(file: CheckedFile, items: Iterable[KeyedItem]) -> Iterator[Callab
 
 
 def _check_batch(file: CheckedFile, batch: list[KeyedItem]) -> None:
+    rules = ItemRules(file.store, ExtensionRegistry(), Cancellation(), Budget(_BATCH), verify=False)
     with file.open() as reader:
         for stored in batch:
-            item = stored.item
+            item = ItemBytes(rules, reader, stored.item)
             try:
-                _check_item(reader, stored, file.report)
-            except (IntegrityError, zipfile.BadZipFile) as error:
+                _check_item(item, stored, file.report)
+            except IntegrityError as error:
                 kind = "checksum" if isinstance(error, ChecksumError) else "archive"
                 message = _without_path(error, reader.path, stored.key)
-                file.damage(kind, message, stored.key, item.offset, item.length)
-            file.report.advance(item.length)
+                file.damage(kind, message, stored.key, item.info.offset, item.info.length)
+            file.report.advance(item.info.length)
 
 
-def _check_item(reader: FileReader, stored: KeyedItem, report: Findings) -> None:
-    item = stored.item
-    read_at = _range_of(reader, item)
-    if item.transform_descriptors:
-        _check_transformed(read_at, stored, report, reader.path)
-        return
-    if item.length <= _PIECE:
+def _check_item(item: ItemBytes, stored: KeyedItem, report: Findings) -> None:
+    nbytes, path = item.info.length, item.file.path
+    if item.info.transform_descriptors:
+        _check_transformed(item, stored, report)
+    elif nbytes <= _PIECE:
         # Small ones are read once, and looked at in memory.
-        read_at = _reading(io.BytesIO(read_at(0, item.length)))
-    _check_archive(read_at, item.length, stored, report, reader.path)
+        _check_archive(_reading(io.BytesIO(item.read_at(0, nbytes))), nbytes, stored, report, path)
+    else:
+        _check_archive(item.read_at, nbytes, stored, report, path)
 
 
 def _without_path(error: Exception, path: str, key: str) -> str:
@@ -83,29 +81,21 @@ def _without_path(error: Exception, path: str, key: str) -> str:
     return text
 
 
-def _range_of(reader: FileReader, item: StorageInfo) -> ReadAt:
-    def read_at(offset: int, nbytes: int) -> bytes:
-        data = bytearray(max(0, min(nbytes, item.length - offset)))
-        reader.read_into(item.offset + offset, data)
-        return bytes(data)
-
-    return read_at
-
-
 def _check_archive(read_at: ReadAt, nbytes: int, stored: KeyedItem, report: Findings, path: str) -> None:
     """Compare every record with its CRC-32, and a tensor's dtype and shape with the metadata.
 
     Raises:
         IntegrityError: Something does not fit.
-        zipfile.BadZipFile: The same, of an archive that is not a single plain tensor's.
     """
     if stored.chunk is None and not _looks_like_archive(read_at, nbytes):
         report.leave_unchecked("an object in a form of its planner's, without a checksum")
         return
-    archive = Archive(read_at, nbytes, path=path, key=stored.key)
+    archive = Archive(read_at, nbytes, path=path, key=stored.key, most_records=_MOST_RECORDS)
     records = archive.records.values()
-    if not records or not all(record.plain for record in records):
-        _check_any_zip(read_at, nbytes)
+    if not all(record.plain for record in records):
+        if "data.pkl" in archive.records:
+            archive.damaged("a record is compressed or encrypted")
+        report.leave_unchecked("an archive with compressed records, which torch never writes")
         return
     for record in records:
         found, start = 0, archive.content_at(record)
@@ -129,26 +119,6 @@ def _without_checksums(archive: Archive) -> bool:
     return all(record.crc32 == 0 for record in archive.records.values())
 
 
-def _check_any_zip(read_at: ReadAt, nbytes: int) -> None:
-    with zipfile.ZipFile(io.BufferedReader(_RangeFile(read_at, nbytes), _PIECE)) as archive:
-        infos = archive.infolist()
-        if not any(info.CRC for info in infos):
-            return
-        for info in infos:
-            _read_record(archive, info)
-
-
-def _read_record(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:
-    """Raise BadZipFile if the record is not what was written."""
-    try:
-        with archive.open(info) as record:
-            while record.read(_PIECE):
-                pass
-    # What Python says of a method of compression that it does not know, and of what is encrypted.
-    except (NotImplementedError, RuntimeError) as error:
-        raise zipfile.BadZipFile(f"record {info.filename} cannot be read: {error}") from error
-
-
 def _check_layout(read_at: ReadAt, nbytes: int, stored: KeyedItem, path: str) -> None:
     """Whether the tensor inside is the one that the metadata speaks of, as far as dtype and shape tell."""
     if stored.chunk is None:
@@ -162,17 +132,14 @@ def _check_layout(read_at: ReadAt, nbytes: int, stored: KeyedItem, path: str) ->
         )
 
 
-def _check_transformed(read_at: ReadAt, stored: KeyedItem, report: Findings, path: str) -> None:
-    item = stored.item
+def _check_transformed(item: ItemBytes, stored: KeyedItem, report: Findings) -> None:
+    path = item.file.path
     try:
-        transforms = transforms_of(item, ExtensionRegistry(), path=path)
+        stream = undo_transforms(item)
     except ExtensionError:
-        names = ", ".join(item.transform_descriptors or ())
+        names = ", ".join(item.info.transform_descriptors or ())
         report.leave_unchecked(f"behind {names}, which cannot be undone here")
         return
-    stream: Any = io.BufferedReader(_RangeFile(read_at, item.length), _PIECE)
-    for transform in transforms:
-        stream = transform.transform_from(stream)
     limit = _limit_of(stored)
     with tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY) as inflated:
         while piece := stream.read(_PIECE):
@@ -196,33 +163,3 @@ def _reading(file: IO[bytes]) -> ReadAt:
         return file.read(nbytes)
 
     return read_at
-
-
-class _RangeFile(io.RawIOBase):
-    """An item as a file of its own."""
-
-    def __init__(self, read_at: ReadAt, nbytes: int) -> None:
-        super().__init__()
-        self._read_at = read_at
-        self._nbytes = nbytes
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any, /) -> int:
-        view = memoryview(buffer).cast("B")
-        data = self._read_at(self._at, min(len(view), max(0, self._nbytes - self._at)))
-        view[: len(data)] = data
-        self._at += len(data)
-        return len(data)

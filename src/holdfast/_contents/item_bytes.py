@@ -186,15 +186,22 @@ def read_transformed(reader: ItemBytes, *, limit: int = LARGEST_UNDECLARED) -> b
 
 
 @contextlib.contextmanager
-def naming(key: str) -> Iterator[None]:
-    """Put the key into an error that knows only the file."""
+def naming(key: str, path: str | None = None) -> Iterator[None]:
+    """Put the key into an error that knows only the file, and the file into one that knows only the key."""
     try:
         yield
     except CheckpointError as error:
-        if error.key is not None:
+        text = str(error) if error.key is not None else f"{key}: {error}"
+        if isinstance(error, IntegrityError) and error.path is None and path is not None:
+            text = f"{text} (in {path})"
+        elif error.key is not None:
             raise
         raise type(error)(
-            f"{key}: {error}", key=key, path=error.path, expected=error.expected, found=error.found
+            text,
+            key=error.key or key,
+            path=error.path or path,
+            expected=error.expected,
+            found=error.found,
         ) from error
 
 

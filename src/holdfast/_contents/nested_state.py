@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from holdfast._format.typed_key import TypedKey
+from holdfast._format.paths import TypedKey
 
 Path: TypeAlias = "tuple[str | int, ...]"
 """How to reach a leaf: strings are keys of dicts, ints are positions in lists."""

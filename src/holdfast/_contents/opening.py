@@ -10,7 +10,7 @@ from holdfast._contents.inventory import Inventory, read_inventory
 from holdfast._format.metadata_file import LARGEST_METADATA
 from holdfast._format.names import METADATA, metadata_rank, parse_data_file
 from holdfast._format.safetensors import SUFFIX
-from holdfast._format.safetensors_index import INDEX, find_index
+from holdfast._format.safetensors_index import INDEX, LONE, find_index
 from holdfast._io.blocks import BLOCK_SIZE
 from holdfast._io.places import local_path, open_file_place, open_place, without_end_slashes
 from holdfast._io.store import FileSource
@@ -40,16 +40,16 @@ class Checkpoint:
         """How the user would name it."""
         return self.store.url
 
-    def sizes(self) -> dict[str, int]:
-        """The name and size of every file that is there."""
-        return self.store.list()
+    def sizes(self, *parts: Inventory) -> dict[str, int]:
+        """The name and size of every file that is there; of those of the parts, if no others can be known."""
+        return self.store.sizes(name for part in parts for name in part.files)
 
     def check_jobs(self, part: Inventory, report: Findings) -> Iterator[Callable[[], None]]:
         """Report what metadata and folder alone tell of a part, and make the jobs that read the rest."""
         # Only a verification needs it, and it takes a tenth of the time that `holdfast ls` may take.
         from holdfast._contents.checking_parts import part_jobs  # noqa: PLC0415
 
-        return part_jobs(self.store, part, self.sizes(), report)
+        return part_jobs(self.store, part, self.sizes(part), report)
 
     def parts(self) -> Iterator[Inventory]:
         """Read each metadata file. Raises what ``read_inventory`` and ``ByteStore.read`` do."""
@@ -117,7 +117,7 @@ def _named_by_a_file(path: str) -> Checkpoint | None:
         return SafetensorsModel(_with_file(store, name, path), [(None, "")], only_file=name)
     if find_index([name]):
         store = open_place(above or ".")
-        names = store.names()
+        names = store.known_names(name)
         if find_index(names) == name:  # it is the one that decides
             return _model_in(store, names)
     if parse_data_file(name):
@@ -140,7 +140,7 @@ def _with_file(store: FileSource, name: str, path: str) -> FileSource:
 
 def _in_folder(path: str) -> Checkpoint:
     store = open_place(without_end_slashes(path))
-    names = store.names()
+    names = store.known_names(METADATA, INDEX, LONE)
     if METADATA in names:
         return Checkpoint(store, [(None, METADATA)])
     ranks = sorted((rank, name) for name in names if (rank := metadata_rank(name)) is not None)

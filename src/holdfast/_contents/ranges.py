@@ -11,7 +11,7 @@ from holdfast._contents.whole_rows import WholeRows, is_read_whole, whole_rows
 from holdfast._format.description import ints
 from holdfast._format.item_table import Payload
 from holdfast._io.blocks import crc32
-from holdfast._io.copying import copy_bytes
+from holdfast._io.streams import copy_bytes
 
 # One thread reads a large run in pieces of this, so that several share a single large tensor.
 _PIECE = 32 * 1024 * 1024

@@ -103,8 +103,7 @@ def find_model_files(store: FileSource) -> tuple[dict[str, str] | None, list[str
         CheckpointNotFoundError: There is no safetensors file.
         IncompleteCheckpointError: Files are missing, as the names of others show.
     """
-    # A store that cannot list its files is asked for those under the usual names.
-    there = store.names() if store.can_list else set(filter(store.exists, (INDEX, LONE)))
+    there = store.known_names(INDEX, LONE)
     index = find_index(there)
     if index is not None:
         path = f"{store.url}/{index}"

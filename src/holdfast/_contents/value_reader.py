@@ -8,13 +8,12 @@ from typing import Protocol
 from holdfast._byte_ranges import USUAL, Thrift
 from holdfast._contents.box_reader import box_jobs
 from holdfast._contents.box_target import StoredBox
-from holdfast._contents.file_cache import FileCache
 from holdfast._contents.item_bytes import ItemBytes, ItemFile, ItemRules, naming
 from holdfast._contents.object_bytes import ObjectBytes, read_object
+from holdfast._contents.open_files import OpenFiles, StoredFile
 from holdfast._contents.read_window import ReadWindow, group_neighbours
-from holdfast._format.item_table import Payload, StorageInfo
+from holdfast._format.item_table import StorageInfo
 from holdfast._io import pool
-from holdfast._io.file_access import FileReader
 from holdfast._io.pool import Budget, Cancellation
 from holdfast._io.store import FileSource
 from holdfast.errors import CheckpointNotFoundError, IncompleteCheckpointError
@@ -22,6 +21,7 @@ from holdfast.extension import ExtensionRegistry
 
 _BUDGET = 256 << 20
 """The most scratch memory that is taken at once."""
+_MOST_OPEN = 32
 
 _LEAN = Thrift(waste=1.1, always_fine=4096)
 """For a store where a request costs next to nothing."""
@@ -87,7 +87,7 @@ class ValueReader:
         self, store: FileSource, *, verify: bool = True, registry: ExtensionRegistry | None = None
     ) -> None:
         self._store = store
-        self._files = FileCache(store)
+        self._files = OpenFiles(store, most=_MOST_OPEN)
         self._verify = verify
         self._registry = registry or ExtensionRegistry()
 
@@ -112,47 +112,26 @@ class ValueReader:
         for group in group_neighbours(in_order, lambda part: part.info, traits):
             name = group[0].info.relative_path
             if len(group) == 1:
-                jobs += group[0].jobs(rules, _CachedFile(self._files, name))
+                jobs += group[0].jobs(rules, StoredFile(self._files, name))
             else:
                 jobs.append(partial(self._read_window, group, rules))
-        pool.run(jobs, threads=traits.requests_in_flight, cancellation=cancellation)
+        try:
+            pool.run(jobs, threads=traits.requests_in_flight, cancellation=cancellation)
+        except CheckpointNotFoundError as error:
+            raise IncompleteCheckpointError(
+                f"{error} The metadata names it: it was deleted, or was not copied with the rest. Put it "
+                "back, or read another checkpoint.",
+                key=error.key,
+                path=error.path,
+            ) from error
 
     def _read_window(self, group: list[Part], rules: ItemRules) -> None:
         begin = group[0].info.offset
         end = max(part.info.end for part in group)
         content = bytearray(end - begin)
-        file = _CachedFile(self._files, group[0].info.relative_path)
+        file = StoredFile(self._files, group[0].info.relative_path)
         file.read_into(begin, memoryview(content))
         window = ReadWindow(file.path, begin, content)
         for part in group:
             for job in part.jobs(rules, window):
                 job()
-
-
-class _CachedFile:
-    """A file that is opened when it is read."""
-
-    def __init__(self, files: FileCache, name: str) -> None:
-        self._files = files
-        self._name = name
-
-    @property
-    def path(self) -> str:
-        return f"{self._files.store.url}/{self._name}"
-
-    def read_into(self, offset: int, buffer: memoryview, /) -> None:
-        self._call(lambda file: file.read_into(offset, buffer))
-
-    def read_blocks_into(self, buffer: memoryview, payload: Payload, start: int, /) -> None:
-        self._call(lambda file: file.read_blocks_into(buffer, payload, start))
-
-    def _call(self, read: Callable[[FileReader], None]) -> None:
-        try:
-            with self._files.use(self._name) as file:
-                read(file)
-        except CheckpointNotFoundError as error:
-            raise IncompleteCheckpointError(
-                f"{error} The metadata names it: it was deleted, or was not copied with the rest. Put it "
-                "back, or read another checkpoint.",
-                path=error.path,
-            ) from error

@@ -39,7 +39,7 @@ def check_checkpoint(
     parts = [part for part in found if part is not None]
     jobs = [job for part in parts for job in checkpoint.check_jobs(part, report)]
     if parts and parts[0].source in ("holdfast", "torch"):
-        for note in _unused_files(checkpoint, parts, checkpoint.sizes()):
+        for note in _unused_files(checkpoint, parts, checkpoint.sizes(*parts)):
             report.note(note)
     with tracking(progress, f"checking {checkpoint.url}") as tracker:
         if tracker is not None:

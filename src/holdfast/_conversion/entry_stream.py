@@ -66,14 +66,14 @@ class EntryStream:
         """Read small tensors from a position on, together, so that not each of them is a request."""
         taken, nbytes = list[Entry](), 0
         for entry in self._order[position : position + _MOST_AHEAD]:
-            if entry.dtype is None or not _is_small(entry, _whole(entry)):
+            if entry.dtype is None or not _is_small(entry, entry.box):
                 continue
             taken.append(entry)
             nbytes += entry.nbytes
             if nbytes >= PIECE:
                 break
         # What is left of the last time was asked for in another order, and is read again.
-        tensors = self.source.read_boxes([(entry.key, _whole(entry)) for entry in taken])
+        tensors = self.source.read_boxes([(entry.key, entry.box) for entry in taken])
         self._ahead = {entry.name: tensor for entry, tensor in zip(taken, tensors, strict=True)}
 
     def pieces(self, entry: Entry, box: Box) -> Iterator[torch.Tensor]:
@@ -132,7 +132,7 @@ class EntryStream:
                     progress.advance(min(STRIDE, nbytes - at))
 
     def _batches(self) -> Iterator[list[SentPiece]]:
-        """What was sent, in groups that are read together."""
+        """The sent pieces in groups that are read together."""
         batch, nbytes = list[SentPiece](), 0
         for piece in self.sent:
             dtype = self.selection.entries[piece.name].dtype
@@ -143,10 +143,6 @@ class EntryStream:
             batch.append(piece)
             nbytes += size
         yield batch
-
-
-def _whole(entry: Entry) -> Box:
-    return Box((0,) * len(entry.shape), entry.shape)
 
 
 def _is_small(entry: Entry, box: Box) -> bool:

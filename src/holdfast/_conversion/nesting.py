@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast._contents.nested_state import Path
-from holdfast._format.typed_key import TypedKey
+from holdfast._format.paths import TypedKey
 from holdfast._plan.flatten import Structure, flat_key
 from holdfast.errors import UsageError
 
@@ -40,7 +40,7 @@ def move_with_neighbours(path: Path, places: Mapping[Path, Path]) -> Path:
 
 
 def without_gaps(structure: Structure) -> Structure:
-    """The same structure, with lists of which entries are missing as dicts: the positions are their keys."""
+    """Turn lists that lost entries into dicts, with the positions as keys."""
     steps: dict[Path, set[str | int]] = {}
     for path in (*structure.values(), *structure.containers):
         for depth, step in enumerate(path):

@@ -2,8 +2,9 @@
 
 import fnmatch
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
@@ -16,7 +17,7 @@ from holdfast._conversion.nesting import (
     without_gaps,
 )
 from holdfast._conversion.sources import Source
-from holdfast._geometry import volume
+from holdfast._geometry import Box, volume
 from holdfast._human_units import some_of
 from holdfast._plan.dtype_fit import cast_floats
 from holdfast._plan.flatten import Structure, check_text, containers_of, flat_key, paths_of
@@ -47,6 +48,11 @@ class Entry:
     requires_grad: bool = False
 
     @property
+    def box(self) -> Box:
+        """The whole tensor as a box."""
+        return Box((0,) * len(self.shape), self.shape)
+
+    @property
     def nbytes(self) -> int:
         """The bytes of its elements in the target; 0 for what is not a tensor."""
         return 0 if self.dtype is None else volume(self.shape) * self.dtype.itemsize
@@ -54,7 +60,7 @@ class Entry:
 
 @dataclass
 class Selection:
-    """What is taken of a source.
+    """The values that a conversion takes from a source.
 
     Attributes:
         entries: The values, in the order of the source, by their keys in the target.
@@ -65,11 +71,11 @@ class Selection:
     structure: Structure = field(default_factory=Structure)
 
     def tensors(self) -> Iterator[Entry]:
-        """The tensors."""
+        """The entries that are tensors."""
         return (entry for entry in self.entries.values() if entry.dtype is not None)
 
     def objects(self) -> Iterator[Entry]:
-        """The other values."""
+        """The entries that are not tensors."""
         return (entry for entry in self.entries.values() if entry.dtype is None)
 
     @property
@@ -86,7 +92,7 @@ def select(
     dtype: torch.dtype | None,
     with_kept_values: bool,
 ) -> Selection:
-    """What is taken of a source.
+    """Choose the values that a conversion takes from a source.
 
     Args:
         source: The source.
@@ -101,26 +107,17 @@ def select(
     """
     there = list(source.metadata.state_dict_metadata)
     wanted = set(there) if keys is None else _matching(there, keys)
-    # Others may have any names, and keep nothing for each rank.
-    kept = {key for key in wanted if key.startswith(KEPT)} if source.format == "holdfast" else set()
-    if kept and not with_kept_values:
+    kept = _kept_values(source, wanted)
+    if not with_kept_values:
         wanted -= kept
-        logger.warning(
-            "%s: values that were kept for each rank are left out, as the target has one of each: %s",
-            *(source.url, some_of(sorted(kept), 5)),
-        )
+        _warn_of_left_out(source, kept)
     containers = containers_of(source.metadata.planner_data)
     if isinstance(rename, Mapping):
         _refuse_idle(rename, [*there, *map(flat_key, containers)])
     naming = str if rename is None else renaming(rename, with_below=True)
-    chosen = Selection()
-    paths = paths_of(source.metadata.planner_data)
+    chosen, paths = Selection(), paths_of(source.metadata.planner_data)
     moved: dict[Path, Path] = {}
-    numbers = [0]
-    for key in there:
-        numbers.append(numbers[-1] + (key in wanted))
-        if key not in wanted:
-            continue
+    for key in filter(wanted.__contains__, there):
         name, path = naming(key), paths.get(key, (key,))
         if name in chosen.entries:
             other = chosen.entries[name].key
@@ -130,17 +127,31 @@ def select(
             refuse_reserved([name])
         chosen.entries[name] = _entry(source, key, name, dtype)
         moved[path] = chosen.structure[name] = path if name == key else new_path(name, path)
-
+    # How many taken values come before each position of the source.
+    counts = [*accumulate((key in wanted for key in there), initial=0)]
     places = moved_containers(moved)
     for path, container in containers.items():
         place = places[path] if path in places else _place_of_empty(path, keys, rename, places)
         if place is not None:
-            position = numbers[min(container.position, len(there))]
+            position = counts[min(container.position, len(there))]
             chosen.structure.containers[place] = container._replace(position=position)
     if keys is not None or rename is not None:
         chosen.structure = without_gaps(chosen.structure)
         refuse_values_in_values(chosen.structure)
     return chosen
+
+
+def _kept_values(source: Source, wanted: Iterable[str]) -> set[str]:
+    """The keys of values that were kept for each rank. Other formats may have any names, and keep none."""
+    return {key for key in wanted if key.startswith(KEPT)} if source.format == "holdfast" else set()
+
+
+def _warn_of_left_out(source: Source, kept: Collection[str]) -> None:
+    if kept:
+        logger.warning(
+            "%s: values that were kept for each rank are left out, as the target has one of each: %s",
+            *(source.url, some_of(sorted(kept), 5)),
+        )
 
 
 def _place_of_empty(

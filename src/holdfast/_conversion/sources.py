@@ -39,7 +39,7 @@ _BUDGET = 64 << 20
 
 @dataclass
 class Source:
-    """What is read: any part of any value, in memory of its own.
+    """A place that a conversion reads from: any part of any value, into new memory.
 
     Attributes:
         format: What it is.
@@ -54,7 +54,7 @@ class Source:
     metadata: Metadata
 
     def tensor(self, key: str) -> TensorStorageMetadata | None:
-        """What is known of a tensor; None for another value."""
+        """The metadata of a tensor; None if the value is not a tensor."""
         entry = self.metadata.state_dict_metadata[key]
         return entry if isinstance(entry, TensorStorageMetadata) else None
 
@@ -100,7 +100,7 @@ def open_source(
     allow_pickle: bool = False,
     safe_globals: Sequence[Callable[..., Any] | type] = (),
 ) -> Source:
-    """What is at a place, whatever its format; see ``open_checkpoint``.
+    """Open a checkpoint of any format; see ``open_checkpoint``.
 
     Raises:
         CheckpointNotFoundError: There is nothing of these.
@@ -133,7 +133,7 @@ def open_target(
     file: tuple[FileSource, str] | None = None,
     safe_globals: Sequence[Callable[..., Any] | type] = (),
 ) -> Source:
-    """What was written to a place, in a format that is known; nothing of it is run.
+    """Open a target that was just written, in a known format. No code of it is run.
 
     Args:
         place: The place.

@@ -14,7 +14,6 @@ from holdfast._conversion.selection import Entry
 from holdfast._format.dtypes import DTYPES
 from holdfast._format.names import SAVE_DIGITS, is_leftover
 from holdfast._format.torch_save_zip import ArchiveLayout
-from holdfast._geometry import Box
 from holdfast._io.blocks import crc32
 from holdfast._io.file_access import FileWriter
 from holdfast._io.lease import Lease, take_lease
@@ -152,7 +151,8 @@ class TorchSaveTarget:
         if not lease.others(names)[0]:
             # Files that have not got their names do not tell whose they are: only if nobody else writes.
             doomed += filter(is_leftover, names)
-        delete_quietly(self._store, doomed)
+        if delete_quietly(self._store, doomed):
+            lease.settle()
 
     def _pickle(self, stream: EntryStream) -> PickledState:
         selection = stream.selection
@@ -169,17 +169,7 @@ class TorchSaveTarget:
                 "leave it out with keys=.",
                 key=entry.name,
             )
-        return _PlannedTensor(entry.dtype, entry.shape, entry.requires_grad, _identity(stream, entry), entry)
-
-
-class _PlannedTensor(LaterTensor):
-    """A tensor that is yet to be read."""
-
-    def __init__(
-        self, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool, storage: Any, entry: Entry
-    ) -> None:
-        super().__init__(dtype, shape, requires_grad, storage)
-        self.entry = entry
+        return LaterTensor(entry.dtype, entry.shape, entry.requires_grad, _identity(stream, entry), entry)
 
 
 def _identity(stream: EntryStream, entry: Entry) -> Any:
@@ -209,11 +199,10 @@ def _write_archive(
         for name, content in _BEFORE.items():
             record(name, len(content), [content])
         for number, storage in enumerate(pickled.storages):
-            if isinstance(storage, _PlannedTensor):
-                record(f"data/{number}", storage.nbytes, _contents(stream, storage.entry))
+            if isinstance(storage, LaterTensor):
+                record(f"data/{number}", storage.nbytes, _contents(stream, storage.origin))
             else:
-                assert isinstance(storage, torch.UntypedStorage)
-                memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+                memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
                 record(f"data/{number}", storage.nbytes(), [memory_of(memory)])
         for name, content in _AFTER.items():
             record(name, len(content), [content])
@@ -221,5 +210,4 @@ def _write_archive(
 
 
 def _contents(stream: EntryStream, entry: Entry) -> Iterator[memoryview]:
-    whole = Box((0,) * len(entry.shape), entry.shape)
-    return map(memory_of, stream.pieces(entry, whole)) if entry.nbytes else iter(())
+    return map(memory_of, stream.pieces(entry, entry.box)) if entry.nbytes else iter(())

@@ -29,7 +29,7 @@ from holdfast.staging import BlockingAsyncStager
 
 
 def adapt_save_planner(planner: Any) -> SavePlannerPort:
-    """The port of a save planner, whoever wrote it."""
+    """Make the port of a save planner: ours, torch's or any other."""
     ours = our_save_planner(planner)
     fingerprints: Callable[[], Fingerprints] | None = getattr(ours, "fingerprints", None)
     return SavePlannerPort(
@@ -42,7 +42,7 @@ def adapt_save_planner(planner: Any) -> SavePlannerPort:
 
 
 def adapt_load_planner(planner: Any) -> LoadPlannerPort:
-    """The port of a load planner, whoever wrote it."""
+    """Make the port of a load planner: ours, torch's or any other."""
     ours = our_load_planner(planner)
     return LoadPlannerPort(
         ours,
@@ -62,7 +62,7 @@ def adapt_load_planner(planner: Any) -> LoadPlannerPort:
 
 
 def adapt_writer(writer: Any) -> WriterPort:
-    """The port of a storage writer, whoever wrote it."""
+    """Make the port of a storage writer: ours, torch's or any other."""
     ours: Any = our_storage_writer(writer)
     return WriterPort(
         ours,
@@ -76,7 +76,7 @@ def adapt_writer(writer: Any) -> WriterPort:
 
 
 def adapt_reader(reader: Any) -> ReaderPort:
-    """The port of a storage reader, whoever wrote it."""
+    """Make the port of a storage reader: ours, torch's or any other."""
     ours: Any = our_storage_reader(reader)
     return ReaderPort(
         ours,
@@ -132,7 +132,7 @@ def _has_known(plugin: Any, method: str) -> bool:
 
 
 def _keep_nothing(names: Mapping[str, str]) -> dict[str, str]:
-    """What stands for the method of a planner that cannot keep values for one rank."""
+    """Used for planners without ``keep_for_rank``: they cannot keep values for one rank."""
     return dict.fromkeys(names, "this planner cannot keep a value for each rank")
 
 
@@ -147,7 +147,7 @@ def _mapping_of(planner: Any, name: str) -> Mapping[str, Any] | None:
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:
-    """What stands for a method that a plugin need not have."""
+    """Used in place of an optional method that a plugin does not have."""
 
 
 def _takes_any_keyword(method: Callable[..., Any]) -> bool:

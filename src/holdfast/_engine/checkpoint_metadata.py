@@ -59,7 +59,7 @@ def read_metadata(reader: ReaderPort, exchange: Exchange) -> tuple[Metadata, boo
 
 
 def _read_rank_metadata(shared: Metadata | None, reader: ReaderPort, exchange: Exchange) -> Metadata:
-    """What ranks wrote each for itself, as this rank may load it; ``shared`` where it has found that."""
+    """The metadata of this rank's own part; ``shared`` if this rank has found metadata of all ranks."""
     mine: list[Metadata] = []
 
     def read() -> CheckpointNotFoundError | None:
@@ -102,7 +102,7 @@ def _check_parts(absences: list[CheckpointNotFoundError | None]) -> None:
 
 
 def not_a_first_start(read: Callable[[], None]) -> Callable[[], None]:
-    """Make a missing file an IncompleteCheckpointError, whatever storage misses it: metadata was found."""
+    """Turn a FileNotFoundError of any storage into an IncompleteCheckpointError: there is metadata."""
 
     def read_what_is_there() -> None:
         try:
@@ -116,7 +116,7 @@ def not_a_first_start(read: Callable[[], None]) -> Callable[[], None]:
 
 
 def place_to_compare(stored: Metadata, place: str | None) -> str | None:
-    """The place, if what this rank reads may be of another checkpoint than the metadata, and nobody notices.
+    """The place, if this rank could read data of another checkpoint than the metadata without an error.
 
     Our data files are named after their save. Those of torch, and most safetensors files, have the same names
     in every checkpoint.

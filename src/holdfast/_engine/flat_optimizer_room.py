@@ -66,7 +66,7 @@ class FlatRoom:
                 self.taken_out[name] = self.node.pop(name)
 
     def member_keys(self) -> list[str]:
-        """Nothing: parameters have names."""
+        """There are no lists of parameters to check: parameters have names."""
         return []
 
     def check(self, members: Sequence[Sequence[Any]]) -> None:
@@ -81,7 +81,7 @@ class FlatRoom:
 
 
 def _leaves(stored: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """What the flat dict has of a stored state dict, which is flattened or has its state by parameter."""
+    """The entries of the flattened form of a stored state dict, whichever form it was stored in."""
     for key, value in stored.items():
         if key == STATE and isinstance(value, Mapping):
             for name, state in value.items():

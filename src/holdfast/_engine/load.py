@@ -44,7 +44,7 @@ _Need: TypeAlias = tuple[LoadPlan, _Told]
 
 @dataclass(frozen=True)
 class LoadHooks:
-    """What somebody else does in the middle of a load.
+    """Steps that the caller of ``run_load`` adds in the middle of a load.
 
     Attributes:
         complete: Called on each rank with the metadata, before the planner is set up: adds to the state what
@@ -214,7 +214,11 @@ class _LoadSteps:
 def _plan(
     need: Callable[[], _Need], planner: LoadPlannerPort, reader: ReaderPort, exchange: Exchange
 ) -> tuple[LoadPlan, bool]:
-    """What this rank reads, once all ranks know what they need; and whether that may have been changed."""
+    """Agree on the plans of all ranks.
+
+    Returns:
+        This rank's plan, and whether planner or reader may have changed it.
+    """
 
     @paused_collector()
     def compare(ranks: list[_Told]) -> None:
@@ -283,7 +287,7 @@ def _fit(
     *,
     is_alone: bool,
 ) -> GroupFit:
-    """What this rank found, for the coordinator to compare with what the others found."""
+    """Which groups of keys this rank fills; the coordinator compares them over all ranks."""
     state = planner.flat_state()
     stored = metadata.state_dict_metadata
     if state is None or not stored:

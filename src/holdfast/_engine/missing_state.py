@@ -35,7 +35,7 @@ class StateMaker:
     device: torch.device | None
 
     def complete(self, own: Any, stored: Any, *, add_own: bool) -> Any:
-        """What is stored, in containers of its own: the optimizer's values where it has them, else room.
+        """Copy the stored structure, with the optimizer's own values if it has them, and room for all others.
 
         Tensors are made without values; None stands for other values.
 
@@ -44,9 +44,7 @@ class StateMaker:
             stored: What the checkpoint has, with the metadata of each value in its place.
             add_own: Add entries of dicts that only the optimizer has.
         """
-        if isinstance(stored, TensorParts):
-            return own if is_any_tensor(own) else self._make_subclass(stored)
-        if isinstance(stored, Mapping):
+        if isinstance(stored, Mapping) and not isinstance(stored, TensorParts):
             owns = own if isinstance(own, Mapping) else {}
             # Keys may be numbers here and text in the checkpoint.
             own_keys = {str(key): key for key in owns}
@@ -61,18 +59,21 @@ class StateMaker:
                 self.complete(value, entry, add_own=add_own)
                 for entry, value in zip(stored, chain(owned, repeat(None)), strict=False)
             ]
+        if is_any_tensor(own):
+            is_tensor = isinstance(stored, TensorParts | TensorStorageMetadata | PickledTensorMetadata)
+            return own if is_tensor else None
+        if isinstance(stored, TensorParts):
+            return make_subclass(stored, *self._place())
         if isinstance(stored, TensorStorageMetadata):
-            return own if is_any_tensor(own) else self._make(stored)
-        if isinstance(stored, PickledTensorMetadata):
-            return own if is_any_tensor(own) else PickledRoom(*self._place())
-        return None if is_any_tensor(own) else own
+            return self._make(stored)
+        return PickledRoom(*self._place()) if isinstance(stored, PickledTensorMetadata) else own
 
     def _make(self, entry: TensorStorageMetadata) -> torch.Tensor:
         """A tensor without values. The random number generators are not used."""
         parameter, dtype = self.parameter, entry.properties.dtype
         if parameter is None or not len(entry.size):
             # A count of steps, which most optimizers keep on the host.
-            return torch.empty(entry.size, dtype=dtype)
+            return torch.empty(entry.size, dtype=dtype, device="cpu")
         has_its_shape = not is_lazy(parameter) and global_shape(parameter) == entry.size
         is_own = isinstance(entry, OwnTensorMetadata) and not (has_its_shape and entry.has_one_shape)
         if self.is_whole or is_lazy(parameter) or is_own:
@@ -84,10 +85,6 @@ class StateMaker:
             mesh = parameter.device_mesh
             made = DTensor.from_local(made, mesh, [Replicate()] * mesh.ndim, run_check=False)
         return made
-
-    def _make_subclass(self, stored: TensorParts) -> torch.Tensor:
-        """A tensor of the class that the checkpoint has the parts of, without values."""
-        return make_subclass(stored, *self._place())
 
     def _place(self) -> tuple[torch.Tensor | None, torch.device]:
         """The parameter whose layout a tensor gets, if it gets one, and the device."""

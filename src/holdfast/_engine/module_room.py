@@ -71,7 +71,7 @@ _MAKER = StateMaker(parameter=None, is_whole=False, device=None)
 
 
 def _fitting(own: Any, stored: Any) -> Any:
-    """What can be filled of the module's own value; None in the place of other tensors."""
+    """The module's own value, with None for each tensor that the stored one does not fit."""
     if isinstance(own, Mapping) and isinstance(stored, Mapping):
         by_text = {str(key): one for key, one in stored.items()}
         return {key: _fitting(value, by_text.get(str(key))) for key, value in own.items()}

@@ -9,10 +9,11 @@ from holdfast._engine.meta_modules import MetaTensors
 from holdfast._engine.optimizer_room import OptimizerRooms
 from holdfast._engine.ports import LoadPlannerPort, SavePlannerPort
 from holdfast._engine.rule_results import put_result
-from holdfast._engine.saved_by_rank import ABSENT, find, has_value, saved_places
+from holdfast._engine.saved_by_rank import has_value, saved_places
 from holdfast._engine.state_walk import StateWalk
-from holdfast._engine.stateful_objects import OpenedState, open_states, return_states
+from holdfast._engine.stateful_objects import ABSENT, OpenedState, open_states, return_states
 from holdfast._plan.flatten import flat_key
+from holdfast._traverse import get_element
 from holdfast.default_planner import EmptyStateDictLoadPlanner
 from holdfast.errors import PlanError, UsageError
 from holdfast.metadata import Metadata
@@ -145,7 +146,7 @@ class LoadByRank:
         return opened["value"] if slots is None else slots
 
     def _problems(self) -> list[tuple[str, str]]:
-        """What does not fit of the places that have a PerRank; notes those that need their rule."""
+        """The PerRanks that cannot be loaded, each with the reason. Also notes which ones need their rule."""
         problems = []
         for place in self._places:
             key = flat_key(place.path)
@@ -164,7 +165,7 @@ class LoadByRank:
         problems = []
         wanted = {flat_key(place.path) for place in self._places}
         for key, saved in self._saved.items():
-            here = find(self.state, saved.path) if key not in wanted else ABSENT
+            here = get_element(self.state, saved.path, ABSENT) if key not in wanted else ABSENT
             if here is ABSENT or (isinstance(here, Mapping) and _has_names(here)):
                 continue
             count = max(saved.world_sizes)
@@ -184,7 +185,7 @@ class LoadByRank:
         built: dict[str, Any] = {}
         EmptyStateDictLoadPlanner(names).set_up_planner(built, self._metadata)
         for place, count in resized:
-            values = find(built, place.path)
+            values = get_element(built, place.path)
             if not isinstance(values, Mapping):
                 raise PlanError(
                     f"{flat_key(place.path)}: the checkpoint does not say how its ranks' values are nested",
@@ -230,7 +231,7 @@ class LoadByRank:
                 continue
             holder = {"value": place.owner.value}
             if place.slots is None:
-                place.opened["value"] = find(self.state, place.path)
+                place.opened["value"] = get_element(self.state, place.path)
             else:
                 place.opened["value"] = place.slots[rank_name(self.rank, self.world_size)]
             return_states(holder, place.opened, place.found)

@@ -12,15 +12,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast._contents.nested_state import Path, true_key
-from holdfast._engine.saved_by_rank import find
 from holdfast._format.description import OBJECT
 from holdfast._geometry import Box, intersect, volume
 from holdfast._plan.fit_report import FitReport
 from holdfast._plan.flatten import paths_of
 from holdfast._plan.metadata_entries import dtypes_of
 from holdfast._storage.item_places import ItemPlaces, places_of
-from holdfast._tensors.dtensors import held_pieces, local_tensor
+from holdfast._tensors.dtensors import held_pieces, own_part
 from holdfast._tensors.subclass_pieces import (
     OTHER_BOXES,
     CommonParts,
@@ -33,6 +31,7 @@ from holdfast._tensors.subclass_pieces import (
 )
 from holdfast._tensors.subclass_room import as_parameter_is
 from holdfast._tensors.tensor_parts import has_parts, put_together, take_apart
+from holdfast._traverse import get_element, set_element
 from holdfast.errors import PlanError
 from holdfast.metadata import STORAGE_TYPES, BytesStorageMetadata, Metadata, MetadataIndex
 
@@ -118,9 +117,9 @@ class PickledTensors:
         self._rooms: dict[str, tuple[PickledRoom, DTensor | None, tuple[int, ...]]] = {}
 
     def stand_in(self, value: torch.Tensor, key: str) -> Any:
-        """What stands for a tensor with parts; None if it cannot be filled from items of torch's."""
+        """A placeholder for a tensor that is loaded as objects; None if torch has no items that fill it."""
         layout = value if isinstance(value, DTensor) else None
-        pieces = self._pieces_of(key, _inner(value), _box_of(list(value.shape), layout))
+        pieces = self._pieces_of(key, own_part(value), _box_of(list(value.shape), layout))
         if not pieces or self._shape_of(key) != list(value.shape):
             return None
         # One item keeps the key of the tensor.
@@ -167,13 +166,13 @@ class PickledTensors:
         """Find the rooms in a state, and report those for which there is no item."""
         paths = paths_of(self._metadata.planner_data)
         for key, shape in self._shapes.items():
-            room = find(state, paths[key]) if key in paths else None
+            room = get_element(state, paths[key]) if key in paths else None
             if not isinstance(room, PickledRoom):
                 continue
             layout = room.layout(shape)
             if layout is not None and not held_pieces(layout):
                 nothing = torch.empty(0, device=room.device)
-                _put(state, paths[key], as_parameter_is(nothing, layout))
+                set_element(state, paths[key], as_parameter_is(nothing, layout))
                 continue
             held = _box_of(shape, layout)
             row = next((row for row, box in self._boxes_of(key) if box == held), None)
@@ -229,10 +228,10 @@ class PickledTensors:
         """After the load: what was loaded into rooms, as the parameters are divided and where they are."""
         paths = paths_of(self._metadata.planner_data)
         for key, (room, layout, _) in self._rooms.items():
-            value = find(state, paths[key])
+            value = get_element(state, paths[key])
             if isinstance(value, torch.Tensor):
                 value = _moved(value, room.device)
-                _put(state, paths[key], value if layout is None else as_parameter_is(value, layout))
+                set_element(state, paths[key], value if layout is None else as_parameter_is(value, layout))
 
     def fill(self, before: Any, value: Any) -> Any:
         """After the load: what belongs in the place of ``before``, given what is where its stand-in was.
@@ -260,20 +259,12 @@ class PickledTensors:
         return before
 
 
-def _inner(value: torch.Tensor) -> torch.Tensor:
-    return local_tensor(value) if isinstance(value, DTensor) else value
-
-
 def _box_of(shape: list[int], layout: DTensor | None) -> Box | None:
     """The box of a tensor that this rank holds, if it is one."""
     if layout is None:
         return Box((0,) * len(shape), tuple(shape))
     pieces = held_pieces(layout)
     return Box(tuple(pieces[0].offsets), tuple(pieces[0].lengths)) if len(pieces) == 1 else None
-
-
-def _put(state: dict[str, Any], path: Path, value: Any) -> None:
-    find(state, path[:-1])[true_key(path[-1])] = value
 
 
 def _moved(value: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the engine calls of planners and storages: ports that have every method, whoever wrote the plugin.
+"""Ports: planners and storages as the engine calls them, with every method, whoever wrote the plugin.
 
 ``adapt.py`` makes a port of each plugin. A port of a storage takes the place of its plugin only towards the
 engine: planners and storages are handed each other's plugins, never each other's ports.
@@ -165,7 +165,7 @@ class ReaderPort:
         return metadata
 
     def read_rank_metadata(self, rank: int, world_size: int) -> Metadata:
-        """What ranks wrote each for itself, as this rank may load it."""
+        """The metadata of parts that ranks saved each for itself, as this rank may load them."""
         metadata: Metadata = to_ours(self.plugin.read_metadata(rank=rank, world_size=world_size))
         return metadata
 

@@ -1,15 +1,13 @@
-"""What one rank sees of a checkpoint that keeps values which differed between the ranks that saved."""
+"""The checkpoint as one rank sees it, if values are kept in it that differed between the saving ranks."""
 
 import copy
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from holdfast._contents.nested_state import Path
-from holdfast._engine.saved_by_rank import find
 from holdfast._format.description import Directory
 from holdfast._human_units import some_of
 from holdfast._plan.flatten import Structure, containers_of, flat_key, paths_of
@@ -17,9 +15,10 @@ from holdfast._plan.metadata_entries import MetadataEntries, unchanged_entries
 from holdfast._plan.read_columns import stored_keys_of
 from holdfast._storage.item_places import ItemPlaces, StorageData, places_of
 from holdfast._tensors.chunks import is_sharded
+from holdfast._traverse import get_element
 from holdfast._user_warning import warn_user
-from holdfast.metadata import STORAGE_TYPES, Metadata, MetadataIndex, TensorStorageMetadata
-from holdfast.per_rank import KEPT, KeptKey, kept_key
+from holdfast.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
+from holdfast.per_rank import KEPT, RankKey, kept_key
 from holdfast.planner import LoadPlan
 
 
@@ -63,7 +62,7 @@ class RankView:
             if isinstance(entry := entries.get(key), TensorStorageMetadata):
                 about = entry.properties, entry.size, entry.chunks
                 entries[key] = OwnTensorMetadata(*about, has_one_shape=shapes == {entry.size})
-        return dataclasses.replace(self.metadata, state_dict_metadata=entries)
+        return replace(self.metadata, state_dict_metadata=entries)
 
     def translate(self, plan: LoadPlan) -> LoadPlan:
         """A plan in the names of the storage."""
@@ -72,12 +71,12 @@ class RankView:
         ):
             return plan
         items = [
-            dataclasses.replace(item, storage_index=_named(item.storage_index, self._own[key]))
+            replace(item, storage_index=replace(item.storage_index, fqn=self._own[key]))
             if (key := item.storage_index.fqn) in self._own
             else item
             for item in plan.items
         ]
-        return dataclasses.replace(plan, items=items)
+        return replace(plan, items=items)
 
     def shared_by(self, plan: LoadPlan) -> dict[str, int]:
         """Those of the ``shared`` keys that a plan reads, in the order of the plan."""
@@ -106,12 +105,8 @@ def warn_of_shared(ranks: Sequence[Mapping[str, int]], world_size: int) -> None:
     )
 
 
-def _named(index: MetadataIndex, key: str) -> MetadataIndex:
-    return MetadataIndex(key, index.offset, index.index)
-
-
 def view_of_rank(metadata: Metadata, *, rank: int, world_size: int, state: Mapping[Any, Any]) -> RankView:
-    """What a rank sees of a checkpoint: the metadata itself where no value was kept for a rank.
+    """The checkpoint as one rank sees it: the metadata itself if no value was kept for a single rank.
 
     Args:
         metadata: The metadata.
@@ -129,9 +124,10 @@ def view_of_rank(metadata: Metadata, *, rank: int, world_size: int, state: Mappi
     shared.update(dict.fromkeys(elsewhere.shadowed(), elsewhere.largest_world))
     own_shapes = kept.shapes()
     own = {told.key: key for key, told in here.keys.items()}
-    for key in [key for key in own if key in every and is_sharded(find(state, here.path_of(key, own[key])))]:
-        shared[key] = world_size
-        del own[key]
+    for key, stored in list(own.items()):
+        if key in every and is_sharded(get_element(state, here.path_of(key, stored))):
+            shared[key] = world_size
+            del own[key]
     asked = {key.partition(".")[0] for key in state if type(key) is str and key.startswith(KEPT)}
     hidden = {key for key in kept.keys if key.partition(".")[0] not in asked}
     hidden.update(key for key in here.shadowed() if key not in own)
@@ -141,7 +137,7 @@ def view_of_rank(metadata: Metadata, *, rank: int, world_size: int, state: Mappi
         numbers = known.directory.numbers
         visible = {key: numbers[own.get(key, key)] for key in [*numbers, *own] if key not in hidden}
         directory = Directory(known.columns, visible)
-        seen = dataclasses.replace(
+        seen = replace(
             metadata,
             state_dict_metadata=MetadataEntries(known.columns, directory=directory),
             planner_data=planner_data,
@@ -149,12 +145,12 @@ def view_of_rank(metadata: Metadata, *, rank: int, world_size: int, state: Mappi
         )
         return RankView(seen, seen, shared, own_shapes)
     entries = {key: every[own.get(key, key)] for key in [*every, *own] if key not in hidden}
-    seen = dataclasses.replace(metadata, state_dict_metadata=entries, planner_data=planner_data)
+    seen = replace(metadata, state_dict_metadata=entries, planner_data=planner_data)
     return RankView(seen, metadata, shared, own_shapes, own)
 
 
 class _KeptForRanks:
-    """What a checkpoint keeps for single ranks.
+    """The values that a checkpoint keeps for single ranks.
 
     Attributes:
         keys: The stored keys, each taken apart.
@@ -165,16 +161,14 @@ class _KeptForRanks:
         self._every = metadata.state_dict_metadata
         self._planner_data = metadata.planner_data
         self._paths = paths_of(metadata.planner_data)
-        found = {
-            key: told for key in self._every if key.startswith(KEPT) and (told := kept_key(key)) is not None
-        }
+        found = {key: told for key in self._every if (told := kept_key(key)) is not None}
         # Of a planner that is not ours, a name without a value for all is a name like any other.
         is_ours = isinstance(metadata.planner_data, Structure)
         self.keys = {key: told for key, told in found.items() if is_ours or told.key in self._every}
         self.containers = {
             path: told
             for path in containers_of(metadata.planner_data)
-            if path and str(path[0]).startswith(KEPT) and (told := kept_key(flat_key(path))) is not None
+            if (told := kept_key(flat_key(path))) is not None
         }
 
     @property
@@ -183,8 +177,8 @@ class _KeptForRanks:
         told = [*self.keys.values(), *self.containers.values()]
         return max((one.world_size for one in told), default=0)
 
-    def of(self, is_wanted: Callable[[KeptKey], bool]) -> "_KeptForRanks":
-        """The same for some ranks only."""
+    def of(self, is_wanted: Callable[[RankKey], bool]) -> "_KeptForRanks":
+        """Only the values of some ranks."""
         some = copy.copy(self)
         some.keys = {key: told for key, told in self.keys.items() if is_wanted(told)}
         some.containers = {path: told for path, told in self.containers.items() if is_wanted(told)}

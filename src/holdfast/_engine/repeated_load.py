@@ -19,7 +19,7 @@ _NOTE = (
 
 
 class EarlierAttempt:
-    """What a load knows of its attempt before this one.
+    """The failed attempt of a load before this one, if there was one.
 
     Args:
         failure: Why that failed; None for the first attempt.

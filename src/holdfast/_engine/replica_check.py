@@ -42,7 +42,7 @@ class _Marks(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What a rank is told of values that differ: its keys that it must save under another name, with that.
+    """The answer to a rank if values differ: keys that it must save under other names, with these names.
 
     The key of a container stands for all that is in it.
     """

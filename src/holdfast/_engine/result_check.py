@@ -17,17 +17,19 @@ logger = logging.getLogger(__name__)
 def check_results(plan: SavePlan, results: Sequence[WriteResult], *, rank: int) -> None:
     """Compare what this rank planned with what its storage reports.
 
-    A storage plugin that reports nothing at all cannot be held to account; that is logged.
+    A storage plugin that reports nothing of the items, or records of its own, cannot be held to account;
+    that is logged.
 
     Raises:
         IncompleteWriteError: An item has no result, two, or one that nobody planned.
     """
-    if not isinstance(results, Results) and not results and plan.items:
-        logger.warning(
-            "the storage reports nothing of the %d items that it was told to write; whether they were "
-            "written cannot be checked",
-            len(plan.items),
-        )
+    if not _tells_of_items(results):
+        if plan.items:
+            logger.warning(
+                "the storage reports nothing of the %d items that it was told to write; whether they were "
+                "written cannot be checked",
+                len(plan.items),
+            )
         return
     if isinstance(results, Results) and results.columns is not None and not is_open(plan):
         lines, written = columns_of(plan), results.columns
@@ -61,8 +63,7 @@ def check_counts(plans: Sequence[SavePlan], results: Sequence[Sequence[WriteResu
     """
     for rank, (plan, written) in enumerate(zip(plans, results, strict=True)):
         # A plan "as last time" is empty; what the rank made of it was compared there.
-        counts = isinstance(written, Results) or bool(written)
-        if plan.usable and counts and len(plan.items) != len(written):
+        if plan.usable and _tells_of_items(written) and len(plan.items) != len(written):
             raise IncompleteWriteError(
                 f"rank {rank} was told to write {len(plan.items)} items and reports {len(written)}. "
                 "Nothing was committed.",
@@ -70,3 +71,15 @@ def check_counts(plans: Sequence[SavePlan], results: Sequence[Sequence[WriteResu
                 expected=len(plan.items),
                 found=len(written),
             )
+
+
+def nbytes_reported(results: Sequence[WriteResult]) -> int:
+    """How many bytes the storage says that it has written."""
+    return sum(result.size_in_bytes or 0 for result in results) if _tells_of_items(results) else 0
+
+
+def _tells_of_items(results: Sequence[WriteResult]) -> bool:
+    """Whether the results are those of items: plugins may return an empty list, or anything else."""
+    if isinstance(results, Results):
+        return True
+    return bool(results) and all(hasattr(result, "size_in_bytes") for result in results)

@@ -1,4 +1,4 @@
-"""What the rule of a PerRank made, put where the value of the PerRank is."""
+"""The result of a PerRank's rule is put in place of the PerRank's value."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from holdfast.stateful import Stateful
 
 
 def put_result(template: Any, made: Any, key: str) -> Any:
-    """What a rule made, put where the template is: into tensors, Stateful objects and containers like it."""
+    """Put the result of a rule into the tensors, Stateful objects and containers of a template like it."""
     if isinstance(template, torch.Tensor) and not template.is_meta:
         _check_like(template, made, key)
         with torch.no_grad():

@@ -9,7 +9,7 @@ from holdfast._context import SaveContext
 from holdfast._engine.per_rank_values import split_by_rank
 from holdfast._engine.ports import SavePlannerPort, WriterPort
 from holdfast._engine.replica_check import Holders, Replicas, differ
-from holdfast._engine.result_check import check_counts, check_results
+from holdfast._engine.result_check import check_counts, check_results, nbytes_reported
 from holdfast._engine.tensor_subclasses import open_subclasses
 from holdfast._engine.timed_exchange import TimedExchange
 from holdfast._io.progress import ProgressTracker
@@ -197,7 +197,7 @@ class _SaveSteps:
         progress.end()
         check_results(final, results, rank=self._exchange.rank)
         # Storages that do not know of progress say the size of each result.
-        clock.count(progress.nbytes_done or sum(result.size_in_bytes or 0 for result in results))
+        clock.count(progress.nbytes_done or nbytes_reported(results))
         return results
 
     def _commit(self, written: list[list[WriteResult]]) -> Any:

@@ -1,20 +1,17 @@
-"""What a checkpoint has of values that ranks saved each for itself, and why it may not be what is wanted."""
+"""The values of PerRanks in a checkpoint, and why they may not fit the ranks that load."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast._contents.nested_state import Path, true_key
+from holdfast._contents.nested_state import Path
 from holdfast._plan.flatten import containers_of, flat_key, paths_of
 from holdfast.metadata import Metadata
 from holdfast.per_rank import PerRank, rank_key
 
-ABSENT = object()
-
 
 @dataclass
 class SavedByRank:
-    """What a checkpoint has at the place of a PerRank.
+    """The values that a checkpoint has at the place of a PerRank.
 
     Attributes:
         world_sizes: How many ranks saved; several numbers if the checkpoint was put together by hand.
@@ -63,11 +60,11 @@ def saved_places(metadata: Metadata) -> dict[str, SavedByRank]:
         told = rank_key(key)
         if told is None:
             return
-        saved = places.setdefault(told.place, SavedByRank())
+        saved = places.setdefault(told.key, SavedByRank())
         saved.world_sizes.add(told.world_size)
         saved.ranks.add(told.rank)
         names = [step for step in path if rank_key(str(step)) is not None]
-        saved.path = path[: path.index(names[0])] if names else (told.place,)
+        saved.path = path[: path.index(names[0])] if names else (told.key,)
 
     for key in metadata.state_dict_metadata:
         if "@rank-" in key:
@@ -76,16 +73,3 @@ def saved_places(metadata: Metadata) -> dict[str, SavedByRank]:
     for path in containers_of(paths):
         note(flat_key(path), path)
     return places
-
-
-def find(state: Any, path: Path) -> Any:
-    """What stands in a nested state at the end of a path, or ABSENT."""
-    for step in path:
-        key = true_key(step)
-        if isinstance(state, Mapping):
-            state = state.get(key, ABSENT)
-        elif isinstance(state, list) and isinstance(key, int) and key < len(state):
-            state = state[key]
-        else:
-            return ABSENT
-    return state

@@ -39,7 +39,7 @@ class StateWalk:
         return opened
 
     def open(self, value: Any, path: Path) -> Any:
-        """The same for a part of a state, which stands at a path."""
+        """As ``start``, for the part of a state at a path."""
         if isinstance(value, self._kind):
             return self._replace(value, path)
         if not self._may_hold(type(value)):

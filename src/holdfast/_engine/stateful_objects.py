@@ -1,17 +1,20 @@
 """Stateful objects, wherever they stand in a state: replaced by their state, and given it back."""
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from holdfast._engine.stale_optimizers import warn_of_stale
 from holdfast._model_state.exact_load import load_exactly
 from holdfast._plan.flatten import PLAIN_VALUES, refusing_endless
+from holdfast._user_warning import warn_user
 from holdfast.errors import UsageError
 from holdfast.stateful import Stateful
+
+ABSENT = object()
+"""Stands for the value of a key that a container does not have."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,41 @@ def open_states(state: Mapping[Any, Any] | Stateful) -> tuple[dict[Any, Any], li
             found=type(state).__name__,
         )
     owners = [inner.owner for inner in found]
-    warn_of_stale(
+    _warn_of_stale(
         [owner for owner in owners if isinstance(owner, torch.nn.Module)],
         [owner for owner in owners if isinstance(owner, torch.optim.Optimizer)],
     )
     return opened, found  # type: ignore[return-value]
+
+
+def _warn_of_stale(modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Warn of optimizers that were probably made before the modules of the same state got other parameters.
+
+    Such an optimizer has parameters that no module has, while the modules have trainable parameters of the
+    same shapes that no optimizer has. An optimizer of a module that is not in the state has other shapes, as
+    a rule. It may have the same, so this is no error.
+
+    Args:
+        modules: The modules of a state that is saved or loaded.
+        optimizers: Its optimizers.
+    """
+    if not modules or not optimizers:
+        return
+    held = {id(one): one for module in modules for one in module.parameters()}
+    trained = [[one for group in some.param_groups for one in group["params"]] for some in optimizers]
+    taken = {id(one) for parameters in trained for one in parameters}
+    free = Counter(one.shape for one in held.values() if one.requires_grad and id(one) not in taken)
+    for optimizer, parameters in zip(optimizers, trained, strict=True):
+        lost = Counter(one.shape for one in parameters if id(one) not in held)
+        if lost and lost <= free:
+            warn_user(
+                f"{type(optimizer).__name__} has {lost.total()} of {len(parameters)} parameters that no "
+                "module of this state has, while the modules have parameters of the same shapes that no "
+                "optimizer has. It was probably made before the model got the parameters that it has now (by "
+                "fully_shard, parallelize_module, to_empty or a wrapper), so that it does not train the "
+                "model. Make the optimizer after that. If it belongs to another model, save and load that "
+                "model in the same state.",
+            )
 
 
 def _open_entries(entries: Mapping[Any, Any], found: list[OpenedState]) -> dict[Any, Any]:
@@ -132,7 +165,7 @@ def _put_all_back(original: Any, opened: Any, states: set[int]) -> None:
     """Put loaded values into the original containers; what stands for an object is left to the object."""
     is_list = isinstance(original, list)
     for key, value in entries_of(opened):
-        before = original[key] if is_list else original.get(key, _ABSENT)
+        before = original[key] if is_list else original.get(key, ABSENT)
         # Most of what stands in a state is where it was.
         if before is value or id(value) in states:
             continue
@@ -141,6 +174,3 @@ def _put_all_back(original: Any, opened: Any, states: set[int]) -> None:
             _put_all_back(before, value, states)
         else:
             original[key] = value
-
-
-_ABSENT = object()

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from holdfast._contents.nested_state import Path
 from holdfast._engine.pickled_tensors import PickledTensors
 from holdfast._engine.ports import LoadPlannerPort, SavePlannerPort
-from holdfast._engine.saved_by_rank import find
 from holdfast._engine.state_walk import StateWalk
+from holdfast._engine.stateful_objects import ABSENT
 from holdfast._plan.dtype_fit import DtypeFit
 from holdfast._plan.fit_report import FitReport
 from holdfast._plan.flatten import containers_of, flat_key
@@ -29,6 +29,7 @@ from holdfast._tensors.tensor_parts import (
     take_apart,
     why_other,
 )
+from holdfast._traverse import get_element
 from holdfast.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
 
 
@@ -169,7 +170,7 @@ class LoadParts:
                     report.add("kind", key, reason)
                 if about["dtype"] != wanted[key]["dtype"]:
                     _check_dtype(key, about["dtype"], wanted[key]["dtype"], dtypes)
-            elif isinstance(here := find(self.state, path), torch.Tensor) or here is None:
+            elif isinstance(here := get_element(self.state, path, ABSENT), torch.Tensor) or here is None:
                 name = TensorParts(about=about).class_name
                 report.add(
                     "kind",

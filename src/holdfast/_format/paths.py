@@ -2,10 +2,29 @@
 
 from typing import Any
 
-from holdfast._format.typed_key import TypedKey
+from typing_extensions import Self
+
 from holdfast.errors import MetadataFormatError, PlanError
 
 _KINDS = ("dict", "OrderedDict", "list")
+
+
+class TypedKey(str):
+    """A key of a dict that is not a string, in a path made of strings.
+
+    Looks like ``str(value)``, as torch's paths have it, and remembers ``value``.
+    """
+
+    __slots__ = ("value",)
+    value: Any
+
+    def __new__(cls, value: Any) -> Self:
+        self = super().__new__(cls, str(value))
+        self.value = value
+        return self
+
+    def __getnewargs__(self) -> tuple[Any]:
+        return (self.value,)
 
 
 def encode_paths(keys: list[str], paths: dict[str, Any]) -> list[Any]:

@@ -19,7 +19,17 @@ from functools import lru_cache
 
 from holdfast._format.dtypes import DTYPES, UNTYPED_STORAGE, why_not_stored
 from holdfast._format.pickle_opcodes import encode_int, encode_ints
-from holdfast._format.torch_item_zip import CENTRAL, END, FLAG_DESCRIPTOR, LOCAL, UNSET
+from holdfast._format.torch_item_zip import (
+    CENTRAL,
+    DATE,
+    END,
+    FLAG_DESCRIPTOR,
+    LOCAL,
+    UNSET,
+    WIDE_END_NBYTES,
+    end_of_directory,
+    padding_field,
+)
 from holdfast._geometry import row_major_strides, volume
 from holdfast.errors import UsageError
 
@@ -32,11 +42,6 @@ LARGE_FROM = 1024 * 1024
 # Archives with offsets or sizes near 4 GiB use the 64-bit fields throughout. The head takes less than 64 KiB,
 # so below this no offset in the archive can reach 4 GiB.
 WIDE_FROM = 2**32 - 2**17
-
-_WIDE_END = struct.Struct("<4sQ2H2L4Q4sLQL")
-_DATE = 0x0021  # the first day that the format can express
-# "HF", in the range that the zip specification leaves to anyone.
-_PADDING_ID = b"HF"
 
 
 class ItemFrame:
@@ -69,16 +74,16 @@ class ItemFrame:
         wide = nbytes >= WIDE_FROM
         lead = directory = b""
         for record_name, content in records:
-            facts = (0, 0, 0, _DATE, zlib.crc32(content), len(content), len(content), len(record_name))
+            facts = (0, 0, 0, DATE, zlib.crc32(content), len(content), len(content), len(record_name))
             directory += CENTRAL.pack(b"PK\1\2", 45, 20, *facts, 0, 0, 0, 0, 0, len(lead)) + record_name
             lead += LOCAL.pack(b"PK\3\4", 20, *facts, 0) + record_name + content
         version, size = (45, UNSET) if wide else (20, nbytes)
         extra = struct.pack("<2H2Q", 1, 16, nbytes, nbytes) if wide else b""
-        header = LOCAL.pack(b"PK\3\4", version, FLAG_DESCRIPTOR, 0, 0, _DATE, 0, 0, 0, len(name), 0)
+        header = LOCAL.pack(b"PK\3\4", version, FLAG_DESCRIPTOR, 0, 0, DATE, 0, 0, 0, len(name), 0)
         if wide:
             # Says that the sizes behind the record are 64 bits wide; they are given there, like the others.
             header = header[:18] + struct.pack("<2L", UNSET, UNSET) + header[26:]
-        facts = (FLAG_DESCRIPTOR, 0, 0, _DATE, 0, size, size, len(name))
+        facts = (FLAG_DESCRIPTOR, 0, 0, DATE, 0, size, size, len(name))
         entry = CENTRAL.pack(b"PK\1\2", 45, version, *facts, len(extra), 0, 0, 0, 0, len(lead)) + name + extra
         # The CRC-32 goes between the two parts, see tail().
         self._directory = directory + entry[:16], entry[20:]
@@ -90,14 +95,12 @@ class ItemFrame:
         self._unpadded = len(self._lead) + 2 + len(self._header) + len(before)
         self._before, self._after, self._combine, self._wide = before, after, combine, wide
         self.payload_nbytes = payload_nbytes
-        end_nbytes = END.size + (_WIDE_END.size if wide else 0)
+        end_nbytes = END.size + (WIDE_END_NBYTES if wide else 0)
         self.tail_nbytes = len(after) + 8 + len(self._descriptor) + self._end[1] + end_nbytes
 
     def payload_offset(self, position: int) -> int:
         """The number of bytes of the item before its payload."""
-        padding = -(position + self._unpadded) % self._alignment
-        # A padding field is 4 bytes at least.
-        return self._unpadded + (padding + self._alignment if 0 < padding < 4 else padding)
+        return self._unpadded + len(padding_field(position + self._unpadded, self._alignment))
 
     def nbytes(self, position: int) -> int:
         """The number of bytes of the whole item."""
@@ -105,9 +108,8 @@ class ItemFrame:
 
     def head(self, position: int) -> bytes:
         """Everything before the payload; the payload begins at an aligned place of the file."""
-        padding = self.payload_offset(position) - self._unpadded
-        filling = struct.pack(f"<2sH{padding - 4}x", _PADDING_ID, padding - 4) if padding else b""
-        extra_nbytes = padding + (20 if self._wide else 0)
+        filling = padding_field(position + self._unpadded, self._alignment)
+        extra_nbytes = len(filling) + (20 if self._wide else 0)
         return b"".join((self._lead, extra_nbytes.to_bytes(2, "little"), self._header, filling, self._before))
 
     def tail(self, position: int, crc32: int) -> bytes:
@@ -126,15 +128,8 @@ class ItemFrame:
         directory_at = (
             self.payload_offset(position) + self.payload_nbytes + len(self._after) + 8 + len(self._descriptor)
         )
-        count, directory_nbytes = self._end
-        end = b""
-        if self._wide:
-            facts = (count, count, directory_nbytes, directory_at)
-            end_at = directory_at + directory_nbytes
-            end = _WIDE_END.pack(b"PK\6\6", 44, 45, 45, 0, 0, *facts, b"PK\6\7", 0, end_at, 1)
-            directory_at = UNSET
         first, second = self._directory
-        end += END.pack(b"PK\5\6", 0, 0, count, count, directory_nbytes, directory_at, 0)
+        end = end_of_directory(*self._end, directory_at, wide=self._wide)
         return self._after + b"PK\7\x08", self._descriptor + first, second + end
 
 

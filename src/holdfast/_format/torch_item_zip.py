@@ -17,6 +17,8 @@ CENTRAL = struct.Struct("<4s6H3L5H2L")
 END = struct.Struct("<4s4H2LH")
 _WIDE_LOCATOR = struct.Struct("<4sLQL")
 _WIDE_END = struct.Struct("<4sQ2H2L4Q")
+WIDE_END_NBYTES = _WIDE_END.size + _WIDE_LOCATOR.size
+DATE = 0x0021  # the first day that the format can express
 UNSET = 0xFFFFFFFF
 _FLAG_ENCRYPTED = 0x0001
 # The checksum and sizes of the record stand behind it.
@@ -26,9 +28,28 @@ FLAG_DESCRIPTOR = 0x0008
 _WINDOW = 1280
 # The archive of one tensor has 7 records at most.
 _MOST_RECORDS = 64
-_LONGEST_DIRECTORY = 64 * 1024
+_LONGEST_ENTRY = 1024
 # The beginning, the end, and what was read last.
 _MOST_WINDOWS = 4
+
+
+def padding_field(unpadded: int, alignment: int) -> bytes:
+    """The extra field of a record that fills ``unpadded`` bytes up to an aligned place."""
+    nbytes = -unpadded % alignment
+    if nbytes:
+        nbytes += alignment if nbytes < 4 else 0  # a field is 4 bytes at least
+    # "HF", in the range that the zip specification leaves to anyone.
+    return struct.pack(f"<2sH{nbytes - 4}x", b"HF", nbytes - 4) if nbytes else b""
+
+
+def end_of_directory(count: int, nbytes: int, begin: int, *, wide: bool) -> bytes:
+    """The end of an archive, after a directory of so many records and bytes; ``wide`` with 64-bit fields."""
+    end = b""
+    if wide:
+        end = _WIDE_END.pack(b"PK\6\6", 44, 45, 45, 0, 0, count, count, nbytes, begin)
+        end += _WIDE_LOCATOR.pack(b"PK\6\7", 0, begin + nbytes, 1)
+        count, nbytes, begin = min(count, 0xFFFF), min(nbytes, UNSET), UNSET
+    return end + END.pack(b"PK\5\6", 0, 0, count, count, nbytes, begin, 0)
 
 
 class ArchiveRecord(NamedTuple):
@@ -50,8 +71,8 @@ class Archive:
         nbytes: The item's length.
         path: Its file, for messages.
         key: Its key, for messages.
-        most_records: An archive with more records is not looked into: it has none then.
-        longest_directory: The same for the size of its directory.
+        most_records: An archive with more records is not looked into: it has none then. Nor is one with a
+            directory of more than 1 KiB for each.
 
     Raises:
         IntegrityError: The directory is damaged or absent; also from every method.
@@ -67,14 +88,13 @@ class Archive:
         path: str,
         key: str | None,
         most_records: int = _MOST_RECORDS,
-        longest_directory: int = _LONGEST_DIRECTORY,
     ) -> None:
         self._read_at, self._nbytes = read_at, nbytes
         self.path, self.key = path, key
         self._where = path if key is None else f"{path}, key {key!r}"
         self._windows: list[tuple[int, bytes]] = []
         self._directory_at = nbytes
-        self.records = self._read_directory(most_records, longest_directory)
+        self.records = self._read_directory(most_records)
 
     def damaged(self, reason: str) -> NoReturn:
         """Raise IntegrityError: the item is damaged in this way."""
@@ -167,7 +187,7 @@ class Archive:
         narrow = struct.pack("<4s3L", b"PK\7\x08", record.crc32, record.nbytes, record.nbytes)
         return at + len(narrow) <= self._nbytes and self.take(at, len(narrow)) == narrow
 
-    def _read_directory(self, most_records: int, longest: int) -> dict[str, ArchiveRecord]:
+    def _read_directory(self, most_records: int) -> dict[str, ArchiveRecord]:
         """The records by name, without the archive's folder; empty if there are too many."""
         if self._nbytes < END.size:
             self.damaged(f"it has only {self._nbytes} bytes")
@@ -187,7 +207,7 @@ class Archive:
         if start + nbytes != end_at or not 0 < count <= nbytes // CENTRAL.size:
             self.damaged(f"a directory of {count} records in {nbytes} bytes cannot be at byte {start}")
         self._directory_at = start
-        if count > most_records or nbytes > longest:
+        if count > most_records or nbytes > most_records * _LONGEST_ENTRY:
             return {}
         return self._parse_directory(self.take(start, nbytes), count)
 

@@ -8,14 +8,18 @@ zip archives take that.
 import struct
 from typing import NamedTuple
 
-from holdfast._format.torch_item_zip import CENTRAL, END, FLAG_DESCRIPTOR, LOCAL, UNSET
+from holdfast._format.torch_item_zip import (
+    CENTRAL,
+    DATE,
+    FLAG_DESCRIPTOR,
+    LOCAL,
+    UNSET,
+    end_of_directory,
+    padding_field,
+)
 
-_DATE = 0x0021  # the first day that the format can express
-_PADDING_ID = b"HF"
 _ALIGNMENT = 64
 """What torch keeps for the content of records."""
-
-_WIDE_END = struct.Struct("<4sQ2H2L4Q4sLQL")
 
 
 class _Member(NamedTuple):
@@ -43,13 +47,9 @@ class ArchiveLayout:
         is_wide = nbytes >= UNSET
         extra = struct.pack("<2H2Q", 1, 16, 0, 0) if is_wide else b""
         unpadded = offset + LOCAL.size + len(encoded) + len(extra)
-        padding = -unpadded % _ALIGNMENT
-        # A padding field is 4 bytes at least.
-        padding += _ALIGNMENT if 0 < padding < 4 else 0
-        if padding:
-            extra += struct.pack(f"<2sH{padding - 4}x", _PADDING_ID, padding - 4)
+        extra += padding_field(unpadded, _ALIGNMENT)
         sizes = (UNSET, UNSET) if is_wide else (0, 0)
-        facts = (FLAG_DESCRIPTOR, 0, 0, _DATE, 0, *sizes, len(encoded), len(extra))
+        facts = (FLAG_DESCRIPTOR, 0, 0, DATE, 0, *sizes, len(encoded), len(extra))
         header = LOCAL.pack(b"PK\3\4", 45 if is_wide else 20, *facts) + encoded + extra
         self._open = encoded, nbytes, offset
         self._position += len(header) + nbytes
@@ -70,14 +70,8 @@ class ArchiveLayout:
         """The end of the archive."""
         entries = b"".join(map(_central, self._entries))
         count, at = len(self._entries), self._position
-        end_at = at + len(entries)
-        end = b""
-        if count >= 0xFFFF or end_at >= UNSET:
-            facts = (count, count, len(entries), at)
-            end = _WIDE_END.pack(b"PK\6\6", 44, 45, 45, 0, 0, *facts, b"PK\6\7", 0, end_at, 1)
-            count, at = min(count, 0xFFFF), min(at, UNSET)
-        nbytes = min(len(entries), UNSET)
-        return entries + end + END.pack(b"PK\5\6", 0, 0, count, count, nbytes, at, 0)
+        wide = count >= 0xFFFF or at + len(entries) >= UNSET
+        return entries + end_of_directory(count, len(entries), at, wide=wide)
 
 
 def _central(entry: _Member) -> bytes:
@@ -87,5 +81,5 @@ def _central(entry: _Member) -> bytes:
     extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
     stored, nbytes, offset = (min(number, UNSET) for number in numbers)
     version = 45 if wide else 20
-    facts = (FLAG_DESCRIPTOR, 0, 0, _DATE, entry.crc32, stored, nbytes, len(entry.name), len(extra))
+    facts = (FLAG_DESCRIPTOR, 0, 0, DATE, entry.crc32, stored, nbytes, len(entry.name), len(extra))
     return CENTRAL.pack(b"PK\1\2", 45, version, *facts, 0, 0, 0, 0, offset) + entry.name + extra

@@ -52,7 +52,7 @@ class SaveFutureForTorch(SaveFuture):
     """A future of torch's metadata. Its failure is an instance of torch's CheckpointException, too."""
 
     def result(self, timeout: float | None = None) -> Any:
-        """As ``concurrent.futures.Future`` has it."""
+        """As ``Future.result``, with torch's metadata and exceptions."""
         try:
             return torch_metadata(super().result(timeout))
         except CheckpointException as error:
@@ -60,7 +60,7 @@ class SaveFutureForTorch(SaveFuture):
             raise
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """As ``concurrent.futures.Future`` has it."""
+        """As ``Future.exception``, with torch's exceptions."""
         error = super().exception(timeout)
         if isinstance(error, CheckpointException):
             make_torchs(error)
@@ -68,7 +68,7 @@ class SaveFutureForTorch(SaveFuture):
 
 
 def torch_futures(made: SaveFuture | AsyncSaveResponse) -> Any:
-    """What ``async_save`` returns: a future, or torch's response with two of them."""
+    """The return value of torch's ``async_save``: a future, or torch's response with two futures."""
     future: Any = made.upload_completion if isinstance(made, AsyncSaveResponse) else made
     future.__class__ = SaveFutureForTorch
     if not isinstance(made, AsyncSaveResponse):

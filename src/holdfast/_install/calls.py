@@ -91,7 +91,7 @@ def _keep_true(theirs: Any, ours: Any) -> None:
 
 
 def _begun(made: Any, stager: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """What ``async_save`` returns, given what ours has returned."""
+    """Turn the result of our ``async_save`` into that of torch's."""
     caller, place, answer = _caller(), _place_of(args, kwargs), torch_futures(made)
     if answer is not made and hasattr(stager, "_staging_future"):
         # ``synchronize_staging`` of torch's stager waits for it.

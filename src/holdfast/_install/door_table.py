@@ -17,6 +17,7 @@ DOORS = {
     "state_dict": (
         *("get_model_state_dict", "get_optimizer_state_dict", "get_state_dict"),
         *("set_model_state_dict", "set_optimizer_state_dict", "set_state_dict"),
+        *("_patch_model_state_dict", "_patch_optimizer_state_dict"),
     ),
 }
 """By module of torch's package, the functions that are replaced; ours have the same names."""

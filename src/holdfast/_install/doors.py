@@ -6,16 +6,18 @@ import importlib
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from holdfast._install.door_table import DOORS, PACKAGE
 from holdfast._install.install_options import InstallOptions, read_options
-from holdfast._install.rebinding import Function, places_of, rebind
 
 if TYPE_CHECKING:
     from holdfast._install.calls import Calls
+
+
+Function = Callable[..., Any]
 
 
 class Doors:
@@ -46,7 +48,7 @@ class Doors:
             module = sys.modules.get(f"{PACKAGE}.{name}")
             if module is not None:
                 self._make_doors(module)
-        rebind({original: door for door, original in self.originals.copy().items()})
+        _rebind({original: door for door, original in self.originals.copy().items()})
 
     def open_module(self, module: ModuleType) -> None:
         """Open the doors of a module that was just imported."""
@@ -63,14 +65,14 @@ class Doors:
         """Put torch's functions back, everywhere."""
         self.are_open = False
         self.options = None
-        rebind(self.originals)
+        _rebind(self.originals)
         self.originals.clear()
         self.left_alone.clear()
         vars(self).pop("calls", None)
 
     def places(self) -> list[str]:
         """Where modules have a door."""
-        return places_of(self.originals)
+        return _places_of(self.originals)
 
     def strangers(self) -> dict[str, str]:
         """The classes that were used as they are, each with the reason."""
@@ -120,6 +122,39 @@ class Doors:
             return original(*args, **kwargs)
         finally:
             self._in_torch.is_on = before
+
+
+def _rebind(replacements: Mapping[Function, Function]) -> None:
+    """Put the second function of each pair wherever a module has the first one.
+
+    Only names of modules are found: not attributes of classes, default arguments or closures.
+    """
+    wanted = {id(old): new for old, new in replacements.items()}
+    for names, name, value in _names_of_modules():
+        new = wanted.get(id(value))
+        if new is not None:
+            names[name] = new
+
+
+def _places_of(functions: Mapping[Function, Any]) -> list[str]:
+    """Where modules have one of the functions, such as ``"accelerate.utils.fsdp_utils.save"``, in order."""
+    wanted = {id(function) for function in functions}
+    found = {
+        f"{names.get('__name__', '?')}.{name}"
+        for names, name, value in _names_of_modules()
+        if id(value) in wanted
+    }
+    return sorted(found)
+
+
+def _names_of_modules() -> Iterator[tuple[dict[str, Any], str, Any]]:
+    # Other threads may import modules meanwhile: the lists are copies.
+    for module in [*sys.modules.values()]:
+        # Some programs put other objects there. Asking those for attributes may run their code.
+        if isinstance(module, ModuleType):
+            names = vars(module)
+            for name, value in [*names.items()]:
+                yield names, name, value
 
 
 def _wait_for_import(name: str) -> None:

@@ -15,7 +15,7 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 @dataclass(frozen=True)
 class InstallOptions:
-    """What those who call torch's functions cannot pass to ours; None and ``()`` stand for our defaults.
+    """Options of ours that callers of torch's functions cannot pass. None and ``()`` stand for our defaults.
 
     Attributes:
         strict: As for ``load``.

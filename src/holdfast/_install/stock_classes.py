@@ -1,7 +1,8 @@
 """Translates torch's own storages, planners and stagers into ours with the same settings.
 
 Only the classes as torch has them are translated, and subclasses that change nothing that we would ignore.
-Anything else is somebody's own plugin. It is used as it is, and ``why_not`` says why.
+Anything else is somebody's own plugin. It is used as it is, and ``Translator.strangers`` says why. Settings
+that older versions of torch do not have are read with a default.
 """
 
 import sys
@@ -38,7 +39,7 @@ class Recipe(NamedTuple):
     attributes: dict[str, Any]
 
     def make(self) -> Any:
-        """The object."""
+        """Make the object."""
         made = self.kind(**self.arguments)
         for name, value in self.attributes.items():
             setattr(made, name, value)
@@ -162,11 +163,6 @@ def _class(module: str, name: str) -> type:
     return found
 
 
-def _setting(value: Any, name: str, *, default: Any = None) -> Any:
-    """An attribute that older versions of torch do not have."""
-    return getattr(value, name, default)
-
-
 def _place(storage: Any) -> tuple[str, dict[str, Any]]:
     """The path of a storage, and the attributes that keep a file system other than the local one."""
     fs = storage.fs
@@ -176,7 +172,7 @@ def _place(storage: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _writer(kind: Callable[..., Any], writer: Any, _: InstallOptions) -> Recipe:
-    form = _setting(writer, "serialization_format")
+    form = getattr(writer, "serialization_format", None)
     if form is not None and form.name != "TORCH_SAVE":
         raise _Untranslatable(f"it writes {form.name}, which ours does not")
     path, attributes = _place(writer)
@@ -186,24 +182,24 @@ def _writer(kind: Callable[..., Any], writer: Any, _: InstallOptions) -> Recipe:
         "sync_files": writer.sync_files,
         "thread_count": writer.thread_count,
         "per_thread_copy_ahead": writer.per_thread_copy_ahead,
-        "overwrite": _setting(writer, "overwrite", default=True),
-        "_extensions": tuple(_setting(_setting(writer, "transforms"), "extensions", default=())),
+        "overwrite": getattr(writer, "overwrite", True),
+        "_extensions": tuple(getattr(getattr(writer, "transforms", None), "extensions", ())),
     }
     if kind is FileSystemWriter:
-        arguments["cache_staged_state_dict"] = _setting(writer, "cache_staged_state_dict", default=False)
+        arguments["cache_staged_state_dict"] = getattr(writer, "cache_staged_state_dict", False)
     return Recipe(kind, arguments, attributes)
 
 
 def _hf_writer(writer: Any, _: InstallOptions) -> Recipe:
     attributes = _place(writer)[1]
     # With consolidation torch's class writes shards into a folder below first. Ours writes the whole files.
-    path = _setting(writer, "consolidated_output_path") or writer.path
+    path = getattr(writer, "consolidated_output_path", None) or writer.path
     names = ("thread_count", "save_distributed", "enable_consolidation", "thread_count_consolidation")
     arguments = {name: getattr(writer, name) for name in names if hasattr(writer, name)}
-    mapping = arguments["fqn_to_index_mapping"] = _setting(writer, "fqn_to_index_mapping")
+    mapping = arguments["fqn_to_index_mapping"] = getattr(writer, "fqn_to_index_mapping", None)
     if attributes:
         attributes["path"] = path
-    if mapping is None and writer.save_distributed and not _setting(writer, "enable_consolidation"):
+    if mapping is None and writer.save_distributed and not getattr(writer, "enable_consolidation", None):
         # Who asks for shards may look for their names, as transformers does.
         attributes["options"] = ExportOptions(as_shard=True)
     return Recipe(HuggingFaceStorageWriter, {"path": path, **arguments}, attributes)
@@ -212,7 +208,7 @@ def _hf_writer(writer: Any, _: InstallOptions) -> Recipe:
 def _reader(kind: Callable[..., Any], reader: Any, options: InstallOptions) -> Recipe:
     path, attributes = _place(reader)
     arguments = {"path": path, "allow_pickle": bool(options.allow_pickle)}
-    registry = _setting(_setting(reader, "transforms"), "extension_registry")
+    registry = getattr(getattr(reader, "transforms", None), "extension_registry", None)
     if registry is not None:
         own = [one for one in registry.extensions.values() if not one.__module__.startswith(PACKAGE)]
         arguments["_extension_registry"] = _registry_with(tuple(own)) if own else None
@@ -246,8 +242,8 @@ def _save_planner(planner: Any, options: InstallOptions) -> Recipe:
     arguments = {
         "flatten_state_dict": planner.flatten_state_dict,
         "flatten_sharded_tensors": planner.flatten_sharded_tensors,
-        "dedup_save_to_lowest_rank": _setting(planner, "dedup_save_to_lowest_rank", default=False),
-        "enable_plan_caching": _setting(planner, "_enable_plan_caching", default=False),
+        "dedup_save_to_lowest_rank": getattr(planner, "dedup_save_to_lowest_rank", False),
+        "enable_plan_caching": getattr(planner, "_enable_plan_caching", False),
     }
     return Recipe(DefaultSavePlanner, {**arguments, **options.for_save_planner()}, {})
 
@@ -256,7 +252,7 @@ def _load_planner(kind: Callable[..., Any], planner: Any, options: InstallOption
     arguments = {
         "flatten_state_dict": planner.flatten_state_dict,
         "flatten_sharded_tensors": planner.flatten_sharded_tensors,
-        "allow_partial_load": _setting(planner, "allow_partial_load", default=False),
+        "allow_partial_load": getattr(planner, "allow_partial_load", False),
         **options.for_load_planner(),
     }
     if kind is EmptyStateDictLoadPlanner:

@@ -5,8 +5,6 @@ the environment names, and from the metadata service of the machine. Profiles of
 does not read, are read here.
 """
 
-import configparser
-import importlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,6 +14,7 @@ from urllib.parse import quote, urlsplit
 
 import obstore.store
 
+from holdfast._io.aws_profile import boto3_credentials, read_aws_profile
 from holdfast.errors import StorageError, UsageError
 
 CLASSES = {
@@ -134,11 +133,14 @@ class BucketAccess:
 
     @property
     def profile(self) -> dict[str, str]:
-        """The profile of AWS in ``~/.aws``; empty if keys come from elsewhere, or if there is none."""
-        has_keys = self.option("access_key_id") or self.option("skip_signature") or self.credential_provider
-        if has_keys or any(os.environ.get(name) for name in _AWS_SOURCES):
-            return {}
-        return read_aws_profile()
+        """The profile of AWS in ``~/.aws``; empty if there is none."""
+        return read_aws_profile(must_exist=not self._has_credentials)
+
+    @property
+    def _has_credentials(self) -> bool:
+        """Whether credentials of AWS come from elsewhere than a profile, or are not wanted."""
+        given = self.option("access_key_id") or self.option("skip_signature") or self.credential_provider
+        return bool(given) or any(os.environ.get(name) for name in _AWS_SOURCES)
 
     def option(self, name: str) -> Any:
         """A setting, whether it is given with the prefix that obstore also accepts or without."""
@@ -163,10 +165,11 @@ class BucketAccess:
             if not isinstance(found, dict):
                 return None
             return S3Keys(found["access_key_id"], found["secret_access_key"], found.get("token"))
+        profile = {} if self._has_credentials else self.profile
         sources: tuple[tuple[Callable[[str], Any], str], ...] = (
             (self.option, "{}"),
             (lambda name: os.environ.get(name.upper()), "aws_{}"),
-            (self.profile.get, "aws_{}"),
+            (profile.get, "aws_{}"),
         )
         for get, form in sources:
             key, secret, token = (get(form.format(name)) for name in _KEY_NAMES)
@@ -197,6 +200,7 @@ class BucketAccess:
         if endpoint and not endpoint.startswith("https://"):
             client.setdefault("allow_http", True)
         scheme, _, rest = self.url.partition("://")
+        scheme = "gs" if scheme == "gcs" else scheme  # the only one that fsspec knows and obstore does not
         bucket, _, key = rest.partition("/")
         try:
             return store_class.from_url(
@@ -260,13 +264,12 @@ class BucketAccess:
                 config.update(checksum_algorithm="CRC64NVME", unsigned_payload=True)
         elif not config.get("checksum_algorithm", True):
             del config["checksum_algorithm"]
-        profile, keys = self.profile, self.s3_keys()
-        if self.credential_provider is not None or not profile:
+        if self._has_credentials:
             return self.credential_provider
-        if keys is not None:
+        if (keys := self.s3_keys()) is not None:
             config.update(keys.as_options())
             return None
-        return _boto3_credentials(self.url)
+        return boto3_credentials(self.url, self.profile)
 
 
 def _is_address(endpoint: str) -> bool:
@@ -288,38 +291,3 @@ def refuse_forked_process() -> None:
             "this process was forked from one that has used an object store already, and obstore does not "
             'work in such a process. Start it with multiprocessing\'s method "spawn" or "forkserver".'
         )
-
-
-def read_aws_profile() -> dict[str, str]:
-    """The settings of the profile ``AWS_PROFILE``, or of "default", in the files that the AWS tools read.
-
-    Raises:
-        UsageError: ``AWS_PROFILE`` names a profile that is in none of them.
-    """
-    name = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or "default"
-    found: dict[str, str] = {}
-    for variable, path, section in (
-        ("AWS_CONFIG_FILE", "~/.aws/config", name if name == "default" else f"profile {name}"),
-        ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials", name),
-    ):
-        parser = configparser.RawConfigParser()
-        parser.read(os.path.expanduser(os.environ.get(variable) or path))
-        if parser.has_section(section):
-            found |= dict(parser[section])
-    if not found and name != "default":
-        raise UsageError(
-            f"AWS_PROFILE is {name!r}, and ~/.aws/config and ~/.aws/credentials have no such profile"
-        )
-    needs_boto3 = {"sso_session", "sso_start_url", "role_arn", "credential_process"}
-    return found if "aws_access_key_id" in found or needs_boto3 & found.keys() else {}
-
-
-def _boto3_credentials(url: str) -> Any:
-    """Credentials of a profile that is more than keys: SSO, roles, programs."""
-    try:
-        return importlib.import_module("obstore.auth.boto3").Boto3CredentialProvider()
-    except ImportError as error:
-        raise UsageError(
-            f"{url}: the AWS profile has no keys but SSO, a role or a program, which needs boto3: "
-            "pip install boto3. Or put keys into the environment."
-        ) from error

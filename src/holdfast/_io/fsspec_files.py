@@ -24,6 +24,9 @@ Others may have one connection (ftp), or one position in a file for all who read
 
 _CACHES = frozenset({"simplecache", "filecache", "blockcache", "cached"})
 
+_LISTS_NOTHING = frozenset({401, 403, 405})
+"""What web servers answer who show files and no folders."""
+
 _listing = threading.Lock()
 _turns: dict[type, threading.RLock] = {}
 
@@ -192,7 +195,14 @@ class FsspecFiles:
         Raises:
             OSError: The file has its old name still. Some file systems say nothing if the new name is taken.
         """
-        self.fs.mv(path, new_path)
+        try:
+            self.fs.mv(path, new_path)
+        except NotImplementedError as error:
+            raise StorageError(
+                f"{path}: fsspec's file system {self.fs.protocol} cannot rename files, which the commit of a "
+                "checkpoint needs. Save to a folder, and copy the checkpoint.",
+                path=path,
+            ) from error
         if self.exists(path):
             raise OSError(errno.EIO, os.strerror(errno.EIO), path, None, new_path)
 
@@ -256,6 +266,11 @@ class FsspecFiles:
             try:
                 found: list[dict[str, Any]] = self.fs.ls(path, detail=True)
             except (FileNotFoundError, NotADirectoryError):
+                return []
+            except Exception as error:
+                # A web server that shows files and no folders. Nobody writes there.
+                if getattr(error, "status", None) not in _LISTS_NOTHING:
+                    raise
                 return []
             finally:
                 self.fs.invalidate_cache(path)

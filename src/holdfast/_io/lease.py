@@ -8,7 +8,7 @@ that other machines do not see, so the lease decides. The rules:
 - A save that finds the lease of a dead save removes it, before it writes anything itself.
 - A save that does not find its own lease directly before its commit was taken for dead, and commits nothing.
 
-``living_leases`` decides which saves are dead. Not guaranteed: what happens if a process is stopped between
+``lease_file`` decides which saves are dead. Not guaranteed: what happens if a process is stopped between
 the last look at its lease and the commit, until its lease expires.
 """
 
@@ -22,8 +22,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 
 from holdfast._format.names import save_of_lease
-from holdfast._io.lease_file import LeaseFile, LeaseHolder
-from holdfast._io.living_leases import find_living, held_here, living_and_dead
+from holdfast._io.lease_file import LeaseFile, LeaseHolder, find_living, held_here, living_and_dead
 from holdfast._io.pool import Worker
 from holdfast._io.store import ByteStore, Claim
 from holdfast.errors import StorageError
@@ -93,7 +92,13 @@ class Lease:
         if dead:
             self.leave()
         self._file.note(replaces=self.left_by_dead, dead=self.dead)
-        self._store.delete(dead)
+        try:
+            self._store.delete(dead)
+        except PermissionError as error:
+            # Their data stays, too: one that was taken for dead by mistake has lost nothing if it commits.
+            logger.warning(
+                "%s: without the right to delete, files of killed saves stay: %s", self._store.url, error
+            )
 
     def keep(self) -> None:
         """Renew the lease from now on, in a thread. Does nothing if that goes on already."""

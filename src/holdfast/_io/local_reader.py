@@ -10,12 +10,11 @@ from typing_extensions import Buffer
 
 from holdfast._io.blocks import BlockChecker, BlockSums
 from holdfast._io.cold_reads import ColdReads
-from holdfast._io.copying import copy_bytes
 from holdfast._io.file_access import FileReader
 from holdfast._io.local_buffers import BUFFER_NBYTES, borrow, give_back
 from holdfast._io.local_calls import O_DIRECT, PAGE, naming
 from holdfast._io.progress import BUFFERED
-from holdfast._io.streams import byte_view
+from holdfast._io.streams import byte_view, copy_bytes
 
 SPAN = 32 << 20
 """Bytes for which it is decided at once whether they are in the page cache; a good share for a thread."""

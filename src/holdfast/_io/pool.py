@@ -131,8 +131,13 @@ class Budget:
         self._changed = self._cancellation.changed
         self._waiting: deque[object] = deque()
 
-    def acquire(self, nbytes: int) -> None:
-        """Wait until ``nbytes`` fit, and hold them. Raises JobCancelledError; then nothing is held."""
+    @contextmanager
+    def hold(self, nbytes: int) -> Iterator[None]:
+        """Wait until ``nbytes`` fit, and hold them for the length of a with-block.
+
+        Raises:
+            JobCancelledError: The flag went up meanwhile; nothing is held.
+        """
         ticket = object()
         with self._changed:
             self._waiting.append(ticket)
@@ -145,22 +150,12 @@ class Budget:
             finally:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
-
-    def release(self, nbytes: int) -> None:
-        """Give back what ``acquire`` took."""
-        with self._changed:
-            self.held -= nbytes
-            assert self.held >= 0, "more was released than acquired"
-            self._changed.notify_all()
-
-    @contextmanager
-    def hold(self, nbytes: int) -> Iterator[None]:
-        """Hold ``nbytes`` for the length of a with-block."""
-        self.acquire(nbytes)
         try:
             yield
         finally:
-            self.release(nbytes)
+            with self._changed:
+                self.held -= nbytes
+                self._changed.notify_all()
 
 
 def run(

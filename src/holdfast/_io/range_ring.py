@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 
 from typing_extensions import Self
 
-from holdfast._io.copying import copy_bytes
 from holdfast._io.file_access import RangeWriter
 from holdfast._io.local_buffers import BUFFER_NBYTES
 from holdfast._io.local_calls import PAGE
 from holdfast._io.ring import BufferThread
+from holdfast._io.streams import copy_bytes
 
 RANGE_BUFFERS = 3
 """Buffers of a ring: one being filled, one being written, one to even out a slow disk."""

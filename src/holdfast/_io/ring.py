@@ -7,9 +7,9 @@ from queue import SimpleQueue
 from typing import Generic, NamedTuple, TypeVar
 
 from holdfast._io.blocks import BlockSums
-from holdfast._io.copying import copy_bytes
 from holdfast._io.local_buffers import BUFFER_NBYTES, borrow, give_back
 from holdfast._io.pool import Worker, wait_for_all
+from holdfast._io.streams import copy_bytes
 
 RING = 4
 """Buffers of a ring for a disk: one being filled, one being written, two to even out a slow disk."""

@@ -24,6 +24,7 @@ from holdfast.errors import (
     AccessDeniedError,
     CheckpointError,
     CheckpointExistsError,
+    CheckpointNotFoundError,
     MetadataFormatError,
     StorageError,
     UsageError,
@@ -178,6 +179,18 @@ class FileSource(ABC):
     def names(self) -> set[str]:
         """The name of every file; cheaper than ``list`` on some stores."""
         return set(self.list())
+
+    def known_names(self, *wanted: str) -> set[str]:
+        """The name of every file; where they cannot be listed, those of ``wanted`` that are there."""
+        return (self.names() if self.can_list else set()) or set(filter(self.exists, wanted))
+
+    def sizes(self, wanted: Iterable[str]) -> dict[str, int]:
+        """As ``known_names``, with the sizes."""
+        found = self.list() if self.can_list else {}
+        for name in () if found else wanted:
+            with contextlib.suppress(CheckpointNotFoundError), self.open(name) as file:
+                found[name] = file.nbytes
+        return found
 
     def folders_with(self, names: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
         """Folders directly below this place, for messages: those with a file of these names, and the others.

@@ -1,10 +1,13 @@
-"""Dealings with byte streams of which nothing is known but that they are file objects."""
+"""Runs of bytes: views of memory, copies of it, and streams of which nothing is known."""
 
 import ctypes
 import errno
 from typing import IO, Any
 
 from typing_extensions import Buffer
+
+# Finding out where the memory is takes a microsecond, in which 16 KiB are copied.
+_WORTHWHILE = 64 << 10
 
 
 def byte_view(buffer: Buffer) -> memoryview:
@@ -31,6 +34,22 @@ def memory_at(address: int, nbytes: int, owner: object) -> memoryview:
     memory = (ctypes.c_ubyte * nbytes).from_address(address)
     memory.owner = owner  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy as many bytes as ``target`` takes, all that ``source`` has, without the interpreter's lock.
+
+    ``target[:] = source`` holds it: beside a thread that copied so, a training loop of small matrix products
+    took 2 to 3.6 times as long. Memory that is read-only is copied in that way all the same, since Python
+    does not tell where it is.
+    """
+    assert len(target) == len(source)
+    if len(target) < _WORTHWHILE or source.readonly:
+        target[:] = source
+        return
+    # memmove is called without the lock. These two keep the memory where it is until it returns.
+    to, come_from = ctypes.c_char.from_buffer(target), ctypes.c_char.from_buffer(source)
+    ctypes.memmove(ctypes.addressof(to), ctypes.addressof(come_from), len(target))
 
 
 def write_all(output: IO[bytes], data: bytes | memoryview) -> int:

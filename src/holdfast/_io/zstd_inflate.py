@@ -1,4 +1,4 @@
-"""The walk through a zstd stream, block by block: what it yields, and what is wrong with it.
+"""The walk through a zstd stream (RFC 8878), block by block: what it yields, and what is wrong with it.
 
 The library is given whole blocks only. So the end of a frame is known exactly (truncation is never
 taken for an end), one block yields at most 128 KiB however explosive the input is, and every library
@@ -10,27 +10,20 @@ from collections.abc import Generator, Iterator
 from typing import IO
 
 from holdfast._io.streams import stream_name
-from holdfast._io.zstd_backends import MAX_WINDOW_LOG, Backend, Decompressor
-from holdfast._io.zstd_frames import (
-    BLOCK_HEADER_NBYTES,
-    CHECKSUM_NBYTES,
-    DATA_MAGIC,
-    MAGIC_NBYTES,
-    MAX_BLOCK_NBYTES,
-    SKIPPABLE_HEADER_NBYTES,
-    SKIPPABLE_MAGIC,
-    SKIPPABLE_MASK,
-    BlockHeader,
-    BlockKind,
-    FrameHeader,
-    frame_header_nbytes,
-    parse_block_header,
-    parse_frame_header,
-)
+from holdfast._io.zstd_backends import Backend, Decompressor
 from holdfast.errors import IntegrityError, TruncatedFileError
 
 READ_STEP = 256 << 10
 """Bytes asked of the input at a time: two full blocks that could not be compressed."""
+_MAGIC_NBYTES = 4
+_DATA_MAGIC = 0xFD2FB528
+_SKIPPABLE_MAGIC, _SKIPPABLE_MASK = 0x184D2A50, 0xFFFFFFF0
+_SKIPPABLE_HEADER_NBYTES = 8
+_BLOCK_HEADER_NBYTES = 3
+_CHECKSUM_NBYTES = 4
+_MAX_BLOCK_NBYTES = 128 << 10  # that a block of any frame has, or yields
+_RLE, _RESERVED = 1, 3
+"""Kinds of blocks: one byte that is repeated, and the kind that there is not."""
 
 
 class Inflater:
@@ -51,6 +44,8 @@ class Inflater:
     def pieces(self) -> Iterator[bytes | None]:
         """The bytes, one block's worth at a time, at most 128 KiB; None where the input has none for now.
 
+        The last piece of a frame comes when the end of the frame, with its checksum, was found right.
+
         Raises:
             TruncatedFileError: The input ends before its frame does, or holds no data frame at all.
             IntegrityError: The input is not zstd, is damaged, needs a window over 128 MiB or a
@@ -58,26 +53,26 @@ class Inflater:
         """
         frames = 0
         while self._pending or (yield from self._pull(READ_STEP)):
-            yield from self._fetch(MAGIC_NBYTES, "a frame's magic number")
-            magic = int.from_bytes(self._pending[:MAGIC_NBYTES], "little")
-            if magic & SKIPPABLE_MASK == SKIPPABLE_MAGIC:
+            yield from self._fetch(_MAGIC_NBYTES, "a frame's magic number")
+            magic = int.from_bytes(self._pending[:_MAGIC_NBYTES], "little")
+            if magic & _SKIPPABLE_MASK == _SKIPPABLE_MAGIC:
                 yield from self._skip_frame()
-            elif magic == DATA_MAGIC:
+            elif magic == _DATA_MAGIC:
                 yield from self._inflate_frame()
                 frames += 1
             else:
                 raise self._damaged(
-                    f"no zstd frame begins here: magic number {magic:#010x} instead of {DATA_MAGIC:#010x}",
-                    expected=DATA_MAGIC,
+                    f"no zstd frame begins here: magic number {magic:#010x} instead of {_DATA_MAGIC:#010x}",
+                    expected=_DATA_MAGIC,
                     found=magic,
                 )
         if not frames:
-            raise self._truncated("before any data frame", self._offset + MAGIC_NBYTES)
+            raise self._truncated("before any data frame", self._offset + _MAGIC_NBYTES)
 
     def _skip_frame(self) -> Iterator[None]:
-        yield from self._fetch(SKIPPABLE_HEADER_NBYTES, "a skippable frame's header")
-        left = int.from_bytes(self._pending[MAGIC_NBYTES:SKIPPABLE_HEADER_NBYTES], "little")
-        self._drop(SKIPPABLE_HEADER_NBYTES)
+        yield from self._fetch(_SKIPPABLE_HEADER_NBYTES, "a skippable frame's header")
+        left = int.from_bytes(self._pending[_MAGIC_NBYTES:_SKIPPABLE_HEADER_NBYTES], "little")
+        self._drop(_SKIPPABLE_HEADER_NBYTES)
         while left:
             yield from self._fetch(1, "a skippable frame")
             count = min(left, len(self._pending))
@@ -85,64 +80,27 @@ class Inflater:
             left -= count
 
     def _inflate_frame(self) -> Iterator[bytes | None]:
-        yield from self._fetch(MAGIC_NBYTES + 1, "a frame's header")
-        # The library gets the header together with the first block.
-        start = frame_header_nbytes(self._pending[MAGIC_NBYTES])
-        yield from self._fetch(start, "a frame's header")
-        frame = parse_frame_header(bytes(self._pending[:start]))
-        self._check_frame(frame)
-        decompressor, is_end = self._backend.new_decompressor(), False
+        yield from self._fetch(_MAGIC_NBYTES + 1, "a frame's header")
+        descriptor = self._pending[_MAGIC_NBYTES]
+        checksum_nbytes = _CHECKSUM_NBYTES if descriptor & 0x04 else 0
+        # The library gets the header, and judges it, together with the first block.
+        start, decompressor = _header_nbytes(descriptor), self._backend.new_decompressor()
+        is_end, held = False, b""
         while not is_end:
-            block, end = yield from self._measure_block(frame, start)
+            body = start + _BLOCK_HEADER_NBYTES
+            yield from self._fetch(body, "a block's header")
+            word = int.from_bytes(self._pending[start:body], "little")
+            is_end, kind, size = bool(word & 1), word >> 1 & 3, word >> 3
+            if kind == _RESERVED or size > _MAX_BLOCK_NBYTES:
+                raise self._damaged(f"a block header says kind {kind}, size {size}, which no block has")
+            end = body + (1 if kind == _RLE else size) + (checksum_nbytes if is_end else 0)
             yield from self._fetch(end, "a block")
-            if not block.last:
-                # An empty last block, and the checksum behind it, comes in with the bytes before it: who
-                # stops reading at the payload's known length has had the checksum checked.
-                following, following_end = yield from self._measure_block(frame, end)
-                if following.only_ends_the_frame:
-                    yield from self._fetch(following_end, "the last block")
-                    block, end = following, following_end
-            is_end, start = block.last, 0
-            if inflated := self._inflate(decompressor, end, is_end=is_end):
-                yield inflated
-
-    def _check_frame(self, header: FrameHeader) -> None:
-        if header.uses_reserved_bit:
-            raise self._damaged("the frame's header sets a reserved bit")
-        if header.dictionary_id:
-            raise self._damaged(
-                f"the frame needs dictionary {header.dictionary_id}; dictionaries are not used here"
-            )
-        if header.window_nbytes > 1 << MAX_WINDOW_LOG:
-            raise self._damaged(
-                f"the frame asks for a window of {header.window_nbytes} bytes of memory, "
-                f"at most {1 << MAX_WINDOW_LOG} are allowed",
-                expected=1 << MAX_WINDOW_LOG,
-                found=header.window_nbytes,
-            )
-        if header.content_nbytes is not None:
-            self._check_size(self._produced + header.content_nbytes)
-
-    def _check_size(self, total: int) -> None:
-        if self._max_size is not None and total > self._max_size:
-            raise self._damaged(
-                f"the stream inflates to {total} bytes or more, expected at most {self._max_size}",
-                expected=self._max_size,
-                found=total,
-            )
-
-    def _measure_block(
-        self, frame: FrameHeader, start: int
-    ) -> Generator[None, None, tuple[BlockHeader, int]]:
-        """The header of the block that begins at ``start``, and where the block ends, checksum included."""
-        yield from self._fetch(start + BLOCK_HEADER_NBYTES, "a block's header")
-        block = parse_block_header(self._pending, start)
-        if block.kind is BlockKind.RESERVED or block.size > MAX_BLOCK_NBYTES:
-            raise self._damaged(
-                f"a block header says kind {block.kind.name}, size {block.size}, which no block has"
-            )
-        end = start + BLOCK_HEADER_NBYTES + block.stored_nbytes
-        return block, end + CHECKSUM_NBYTES if block.last and frame.has_checksum else end
+            inflated = self._inflate(decompressor, end, is_end=is_end)
+            if held and inflated:
+                yield held
+            held, start = inflated or held, 0
+        if held:
+            yield held
 
     def _inflate(self, decompressor: Decompressor, end: int, *, is_end: bool) -> bytes:
         try:
@@ -153,7 +111,12 @@ class Inflater:
         if decompressor.eof is not is_end:
             raise self._damaged("the frame does not end where its last block does")
         self._produced += len(inflated)
-        self._check_size(self._produced)
+        if self._max_size is not None and self._produced > self._max_size:
+            raise self._damaged(
+                f"the stream inflates to {self._produced} bytes or more, expected at most {self._max_size}",
+                expected=self._max_size,
+                found=self._produced,
+            )
         self._drop(end)
         return inflated
 
@@ -198,3 +161,11 @@ class Inflater:
     def _named(self) -> str:
         name = stream_name(self._input)
         return f"in {name!r} " if name else ""
+
+
+def _header_nbytes(descriptor: int) -> int:
+    """The length of a data frame's header, magic included, by its fifth byte."""
+    single_segment = bool(descriptor & 0x20)
+    dictionary_id_nbytes = (0, 1, 2, 4)[descriptor & 3]
+    content_size_nbytes = (0, 2, 4, 8)[descriptor >> 6] or int(single_segment)
+    return 5 + (0 if single_segment else 1) + dictionary_id_nbytes + content_size_nbytes

@@ -1,4 +1,4 @@
-"""What a manager keeps with a step, or of a run, besides the state: metrics and metadata, checked."""
+"""Metrics and metadata that a manager keeps with a step or a run, checked."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from holdfast.errors import UsageError
 def facts_to_keep(
     step: int, metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """What is committed with the checkpoint of a step.
+    """The user metadata of a step's checkpoint: step, metrics and metadata.
 
     Raises:
         UsageError: Metrics are not numbers by name, or metadata is not a dict.
@@ -28,7 +28,7 @@ def facts_to_keep(
 
 
 def run_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """What is kept of a run.
+    """The metadata of a run, as a dict that JSON can hold.
 
     Raises:
         UsageError: It is not a dict that JSON can hold.

@@ -88,7 +88,7 @@ class PreemptionNotice:
             os.kill(os.getpid(), number)
 
     def set_handlers_again(self) -> None:
-        """In a forked child in which somebody has replaced them."""
+        """Set the handlers again in a forked child, where torch has replaced them."""
         for number in self._previous if not self._is_closed else ():
             signal.signal(number, self._on_signal)
 

@@ -165,7 +165,7 @@ def refuse_a_checkpoint(root: RunRoot, found: StepList) -> None:
 
 
 def _refuse_other_places(root: RunRoot) -> None:
-    """Raise if the root has steps under other names, whatever else is there: this is no first start."""
+    """Raise if the root has steps under other names: then this is no first start."""
     folders = [folder for folder, commit in root.store.below(METADATA).folders.items() if commit is not None]
     names = guess_names(folders)
     complete = [folder for folder in folders if names.step(folder) is not None]

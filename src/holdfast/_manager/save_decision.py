@@ -8,6 +8,8 @@ from holdfast._background.save_future import SaveFuture
 from holdfast._manager.preemption_notice import PreemptionNotice
 from holdfast._manager.step_agreement import Boundary, Reasons, StepAgreement
 from holdfast._steps.policies import Continuous, EverySeconds, Preempted, SaveMoment, WhenPolicy, policies_in
+from holdfast.default_planner import DefaultSavePlanner
+from holdfast.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -101,3 +103,21 @@ class SaveDecision:
             self._agreement.close()
         if self._notice is not None:
             self._notice.close()
+
+
+class RefusingPlanner(DefaultSavePlanner):
+    """Refuses a save: raises an error where a save plans, the first step that all ranks take together.
+
+    So it fails on all ranks alike, before anything is written.
+
+    Args:
+        error: Why the save is refused.
+    """
+
+    def __init__(self, error: CheckpointError) -> None:
+        super().__init__()
+        self._error = error
+
+    def set_up_planner(self, *_: Any, **__: Any) -> None:
+        """Raise the error: the save is refused."""
+        raise self._error

@@ -1,1 +1,1 @@
-"""State dicts of models and optimizers: named alike whatever wraps the model, read without a change."""
+"""State dicts of models and optimizers: names do not depend on wrappers, and reading changes nothing."""

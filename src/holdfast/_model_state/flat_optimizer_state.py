@@ -15,7 +15,7 @@ STATE, GROUPS, PARAMS, PARAM_NAMES = "state", "param_groups", "params", "param_n
 
 
 def group_leaves(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What the flat dict has of a group: every parameter has all its options.
+    """The flattened form of a group: all its options for each of its parameters.
 
     A group without parameters leaves no trace in it.
     """
@@ -30,13 +30,13 @@ def group_leaves(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def state_leaves(name: Any, state: Any) -> Iterator[tuple[str, Any]]:
-    """What the flat dict has of the state of one parameter; nothing if that is empty."""
+    """The flattened form of one parameter's state; nothing if that is empty."""
     if not isinstance(state, dict) or state:
         yield from flat_leaves(f"{STATE}.{name}", state)
 
 
 def flat_leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What the flat dict has of a value that is to stand under ``key``, and of dicts in it."""
+    """The flattened form of a value that belongs under ``key``, and of dicts in it."""
     if _can_be_flattened(value):
         for inner, one in value.items():
             yield from flat_leaves(f"{key}.{inner}", one)

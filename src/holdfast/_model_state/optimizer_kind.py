@@ -52,7 +52,7 @@ def refuse_other_options(
     *,
     key: str,
 ) -> None:
-    """The same for the groups of a state dict whose optimizer is not at hand.
+    """As ``refuse_other_kind``, for a state dict whose optimizer is not known.
 
     Args:
         own: The groups of the state dict that is loaded into.

@@ -30,7 +30,7 @@ from holdfast._model_state.whole_tensors import changed_leaves
 
 @dataclass
 class _SavedOptimizers:
-    """A state dict of optimizers by name, whatever its form was.
+    """A saved state dict of optimizers, of any form, by the names of parameters.
 
     Attributes:
         states: What was kept for each parameter; no entry if nothing was.

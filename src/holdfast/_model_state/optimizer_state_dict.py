@@ -69,7 +69,7 @@ class NamedOptimizer:
         yield from self._others.get(number, ())
 
     def state_of(self, number: int) -> dict[Any, Any]:
-        """What the optimizer keeps for a parameter now; an empty dict if it keeps nothing."""
+        """The optimizer's present state of a parameter; an empty dict if there is none."""
         # Only get: the state is a defaultdict, which would make an entry.
         found: dict[Any, Any] = self.optimizer.state.get(self.parameters[number], {})
         return found
@@ -137,15 +137,11 @@ def read_optimizers(
                 raise _no_flat_place(key)
             copy = changed_leaves(state, deliver)
             found.update(state_leaves(key, copy) if is_flat else ((key, copy),))
-        groups += (
-            {**changed_leaves({**group, PARAMS: []}, deliver), PARAMS: group[PARAMS]} for group in own.groups
-        )
+        for group in own.groups:
+            names = group.pop(PARAMS)
+            groups.append({**changed_leaves(group, deliver), PARAMS: names})
         if others.keys() & own.others.keys():
-            names = ", ".join(map(repr, own.others))
-            raise ValueError(
-                f"several optimizers have values under {names} beside their state and groups; read and set "
-                "the state of each of them by itself"
-            )
+            raise _two_with_others(own.others)
         others.update(changed_leaves(own.others, deliver))
     if is_left_to_rank0(options):
         return {}
@@ -159,7 +155,7 @@ def read_optimizers(
 
 
 class _OwnState:
-    """What ``state_dict()`` of one optimizer returns, with names instead of its numbers.
+    """The ``state_dict()`` of one optimizer, with names instead of numbers.
 
     Attributes:
         groups: Its groups, with the names of their parameters.
@@ -192,7 +188,8 @@ class _OwnState:
         ]
         kept = dict(own[STATE])
         self._states = [kept.pop(number, _NO_STATE) for number in numbers]
-        self._of_no_parameter = kept
+        # A copy: a dict that was emptied keeps the room for what it had.
+        self._of_no_parameter = dict(kept.items())
         self.others = {key: value for key, value in own.items() if key not in (STATE, GROUPS)}
 
     def take_states(self) -> Iterator[tuple[Any, Any]]:
@@ -209,6 +206,13 @@ class _OwnState:
 
 
 _NO_STATE = object()
+
+
+def _two_with_others(others: Iterable[Any]) -> ValueError:
+    return ValueError(
+        f"several optimizers have values under {', '.join(map(repr, others))} beside their state and groups; "
+        "read and set the state of each of them by itself"
+    )
 
 
 def _no_flat_place(key: Any) -> ValueError:

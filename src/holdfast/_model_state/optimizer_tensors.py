@@ -40,9 +40,11 @@ def _placed(value: torch.Tensor, key: Any, parameter: torch.Tensor | None, curre
 
 
 class _Destination(NamedTuple):
-    key: Any
-    parameter: torch.Tensor | None
-    current: Any
+    """Where a value goes: its key, its parameter, and what the optimizer has there; None for no parameter."""
+
+    key: Any = None
+    parameter: torch.Tensor | None = None
+    current: Any = None
 
 
 def received_states(
@@ -98,16 +100,13 @@ def _destinations(
 ) -> Iterator[tuple[SentTensor, _Destination]]:
     for one, loaded in fitted:
         for number, state in loaded[STATE].items():
+            place = _Destination()
             if isinstance(number, int) and number < len(one.parameters):
-                destination = _Destination(None, one.parameters[number], one.state_of(number))
-            else:
-                destination = _Destination(None, None, None)
-            yield from _inside(state, destination)
-        for group in loaded[GROUPS]:
-            options = [value for key, value in group.items() if key != PARAMS]
-            yield from _inside(options, _Destination(None, None, None))
+                place = _Destination(None, one.parameters[number], one.state_of(number))
+            yield from _inside(state, place)
+        options = [value for group in loaded[GROUPS] for key, value in group.items() if key != PARAMS]
         beside = [value for key, value in loaded.items() if key not in (STATE, GROUPS)]
-        yield from _inside(beside, _Destination(None, None, None))
+        yield from _inside([*options, *beside], _Destination())
 
 
 def _inside(value: Any, place: _Destination) -> Iterator[tuple[SentTensor, _Destination]]:

@@ -1,4 +1,4 @@
-"""The names of a model's parameters and buffers, which are the same whatever wraps the model or its parts."""
+"""Names of a model's parameters and buffers that do not depend on what wraps the model or its parts."""
 
 import sys
 from collections.abc import Callable, Sequence

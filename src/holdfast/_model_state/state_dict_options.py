@@ -1,4 +1,4 @@
-"""What a caller can choose when state dicts of models and optimizers are read and set."""
+"""Options for reading and setting state dicts of models and optimizers."""
 
 from dataclasses import dataclass, fields
 from typing import Any

@@ -69,8 +69,7 @@ def _gathered_shards(value: ShardedTensor) -> torch.Tensor:
     whole: torch.Tensor | None = None
     for shard in value.metadata().shards_metadata:
         assert shard.placement is not None
-        device = shard.placement.device()
-        kind = "cpu" if device.type == "cpu" else device.type
+        kind = shard.placement.device().type
         if whole is None:
             whole = torch.empty(value.size(), dtype=properties.dtype, device=kind)
         held = mine.get(tuple(shard.shard_offsets))

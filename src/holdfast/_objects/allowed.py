@@ -42,7 +42,7 @@ class StandIn:
 
 
 def _of_list(made: type) -> Callable[..., Any]:
-    """What makes such a collection of the items in a list or tuple."""
+    """A function that makes a collection of this type from a list or tuple."""
 
     def make(items: Any = (), *rest: Any) -> Any:
         # A range of a trillion numbers is a few bytes of pickle.
@@ -108,7 +108,7 @@ def _fraction(text: Any, denominator: Any = None) -> fractions.Fraction:
 
 
 def _reconstructor(cls: Any, base: Any, state: Any) -> Any:
-    """What copyreg did for plain classes before protocol 2."""
+    """Stands for ``copyreg._reconstructor``, which made instances before protocol 2."""
     if cls not in (argparse.Namespace, types.SimpleNamespace) or base is not object or state is not None:
         raise TypeError("only a plain object may be made so")
     return cls()
@@ -161,7 +161,7 @@ def is_allowed(module: str, name: str) -> bool:
 
 
 def find_allowed(module: str, name: str) -> Any:
-    """What a pickle gets for a name.
+    """The object that a pickle gets for a name.
 
     Raises:
         KeyError: The name is not allowed.

@@ -1,4 +1,4 @@
-"""What a pickle gets for numpy's names: functions that make arrays and scalars of plain numbers, and no more.
+"""The functions that a pickle gets for numpy's names: they make arrays and scalars of plain numbers only.
 
 numpy's own ``ndarray`` makes an array of objects out of any bytes when it is called so, and follows them as
 pointers. Nothing here gives a pickle that call.
@@ -34,7 +34,7 @@ def is_numpy(module: str, name: str) -> bool:
 
 
 def find_numpy(module: str, name: str) -> Any:
-    """What stands for a name of numpy's.
+    """The function that a pickle gets for a name of numpy's.
 
     Raises:
         KeyError: numpy is not installed, or the name is only ever mentioned, never used.

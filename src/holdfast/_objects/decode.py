@@ -98,7 +98,7 @@ _LONG_PUT = re.compile(rb"r(?=(.{4}))", re.DOTALL)
 
 @contextlib.contextmanager
 def explaining(key: str) -> Iterator[None]:
-    """Say which object it was, whatever goes wrong."""
+    """Turn every error into one that names the object."""
     try:
         yield
     except RefusedError as refused:
@@ -144,7 +144,7 @@ _STAND_INS = (functools.partial, StandIn, ArrayName, StorageName, TensorName)
 
 
 class _Rules:
-    """What both unpicklers allow; each is mixed with one of Python's."""
+    """The allow-list of both unpicklers; each is mixed with one of Python's."""
 
     def __init__(self, pickled: bytes, safe_globals: _Globals) -> None:
         super().__init__(io.BytesIO(pickled))  # type: ignore[call-arg]

@@ -3,7 +3,7 @@
 import io
 import logging
 import pickle
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -95,10 +95,26 @@ def _is_named_for(cls: type, before: Any) -> bool:
     )
 
 
+class _PicklerForTorch(pickle.Pickler):
+    """Cuts tensors out of memory that is not torch's, such as a staging buffer with the whole state."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is torch.Tensor and obj.layout is torch.strided and obj.is_cpu and not obj.is_quantized:
+            storage = obj.untyped_storage()
+            if storage.nbytes() > obj.nbytes and not storage.resizable():
+                # The pickle of a view would contain all of it.
+                alone: Any = obj.detach().clone().requires_grad_(obj.requires_grad)
+                return alone.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+_PICKLE_FOR_TORCH = SimpleNamespace(__name__="pickle", Pickler=_PicklerForTorch)
+
+
 def _save_by_torch(key: str, value: Any) -> io.BytesIO:
     stream = io.BytesIO()
     try:
-        torch.save(value, stream)
+        torch.save(value, stream, pickle_module=_PICKLE_FOR_TORCH)
     except Exception as error:
         raise _refused(key, value, error) from error
     refused = rehearse(pickle_record(stream) or b"")

@@ -24,7 +24,7 @@ _LARGE = 64 << 10
 
 
 def fingerprint(value: Any) -> bytes | None:
-    """16 bytes that tell a value from another, on whatever process they are made.
+    """16 bytes that identify a value, and are the same in every process.
 
     Guaranteed: values of the same types with the same content have the same fingerprint, whatever the hash
     seed, the identity of the objects and their sharing, the order of sets and of the keys of dicts, the
@@ -67,7 +67,7 @@ def _framed(tag: bytes, content: bytes) -> bytes:
 
 
 def _digest(tag: bytes, parts: Iterable[bytes]) -> bytes:
-    """What stands for a value of several parts, each of which says where it ends."""
+    """The encoding of a value that has several parts. Each part says where it ends."""
     made = hashlib.blake2b(tag + b"|", digest_size=16)
     parts = iter(parts)
     while group := b"".join(islice(parts, 1024)):
@@ -162,7 +162,9 @@ class _Walk:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if kind is torch.UntypedStorage:
-            return _of_bytes(b"storage", _memory_of(torch.empty(0, dtype=torch.uint8).set_(value)))
+            return _of_bytes(
+                b"storage", _memory_of(torch.empty(0, dtype=torch.uint8, device="cpu").set_(value))
+            )
         if issubclass(kind, type) or kind is types.FunctionType:
             return _of_global(value, value.__qualname__)
         numpy = sys.modules.get("numpy")

@@ -10,7 +10,7 @@ from holdfast._io.blocks import crc32
 
 
 class _Unassembled(io.BytesIO):
-    """A stream whose content is put together when somebody first reads it.
+    """A stream whose content is put together when it is first read.
 
     A storage or planner that knows the subclasses takes the parts and copies nothing, which is why a value
     of 1 GiB of bytes needs no second GiB. Anyone else sees an ordinary stream.

@@ -58,13 +58,13 @@ def storage_of(content: bytearray, kind: StorageName, count: Any) -> torch.Untyp
     """The storage with these bytes, if they are as many as declared."""
     if type(count) is not int or count * kind.itemsize != len(content):
         raise TypeError(f"a storage of {count} elements has {len(content)} bytes")
-    return memory_of(content)
+    return storage_over(content)
 
 
-def memory_of(content: bytearray) -> torch.UntypedStorage:
+def storage_over(content: bytearray) -> torch.UntypedStorage:
     """The storage over these bytes, which are not copied."""
     if not content:
-        return torch.empty(0, dtype=torch.uint8).untyped_storage()
+        return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
     return torch.frombuffer(content, dtype=torch.uint8).untyped_storage()
 
 
@@ -88,7 +88,9 @@ def _rebuild_tensor(
     _check_numbers(size, stride, offset)
     if 0 not in size and (offset + reach_of(size, stride)) * dtype.itemsize > memory.nbytes():
         raise TypeError("a tensor reaches outside its storage")
-    tensor = torch.empty(0, dtype=dtype).set_(memory, offset, tuple(size), tuple(stride))
+    tensor = torch.empty(0, dtype=dtype, device=memory.device).set_(
+        memory, offset, tuple(size), tuple(stride)
+    )
     tensor = with_lazy_bits(tensor, conj=views.get("conj") is True, neg=views.get("neg") is True)
     return tensor.requires_grad_() if requires_grad is True else tensor
 
@@ -126,11 +128,16 @@ def _rebuild_sparse(layout: Any, parts: Any) -> torch.Tensor:
     if layout is torch.sparse_coo:
         indices, values, size, *is_coalesced = parts
         return torch.sparse_coo_tensor(
-            indices, values, tuple(size), check_invariants=True, is_coalesced=is_coalesced == [True]
+            indices,
+            values,
+            tuple(size),
+            device=values.device,
+            check_invariants=True,
+            is_coalesced=is_coalesced == [True],
         )
     compressed, plain, values, size = parts
     return torch.sparse_compressed_tensor(
-        compressed, plain, values, tuple(size), layout=layout, check_invariants=True
+        compressed, plain, values, tuple(size), layout=layout, device=values.device, check_invariants=True
     )
 
 

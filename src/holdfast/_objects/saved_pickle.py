@@ -26,12 +26,14 @@ class LaterTensor:
         shape: Its shape.
         requires_grad: Whether it gets a gradient.
         storage: Equal for tensors that share their elements.
+        origin: Where the caller finds the elements.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     requires_grad: bool
     storage: Any
+    origin: Any = None
 
     @property
     def nbytes(self) -> int:

@@ -21,7 +21,7 @@ from holdfast._objects.rebuild_tensors import (
     NeedsTorchError,
     StorageName,
     TensorName,
-    memory_of,
+    storage_over,
     with_lazy_bits,
 )
 from holdfast.errors import IntegrityError
@@ -72,7 +72,7 @@ class _OpaqueName:
 
 
 class _Opaque:
-    """Stands for what a class or function that was not allowed would have made; whatever is done to it."""
+    """Stands for an object of a class, or from a function, that is not allowed. It ignores every change."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -94,7 +94,7 @@ class _Opaque:
 
 
 class SavedState:
-    """What the pickle of a torch.save file says.
+    """The state in the pickle of a torch.save file.
 
     Args:
         pickled: The pickle.
@@ -274,5 +274,5 @@ class _Elements(dict[int, Any]):
     def _read_memory(self, memory: torch.UntypedStorage) -> torch.UntypedStorage:
         identity = memory._cdata  # noqa: SLF001
         if identity not in self._memory:
-            self._memory[identity] = memory_of(self._read(self._storages[identity]))
+            self._memory[identity] = storage_over(self._read(self._storages[identity]))
         return self._memory[identity]

@@ -47,10 +47,11 @@ class AllPlans:
             form.add(plan.forms)
             offset.add(plan.offsets)
         self.keys, self.forms, self.offsets = list(key.numbers), list(form.numbers), list(offset.numbers)
-        counts = torch.tensor([len(plan) for plan in plans], dtype=torch.int64)
-        self.rank = torch.repeat_interleave(torch.arange(len(plans)), counts)
+        counts = torch.tensor([len(plan) for plan in plans], dtype=torch.int64, device="cpu")
+        self.rank = torch.repeat_interleave(torch.arange(len(plans), device="cpu"), counts)
         ends = torch.cumsum(counts, 0)
-        self.position = torch.arange(len(self.rank)) - torch.repeat_interleave(ends - counts, counts)
+        begins = torch.repeat_interleave(ends - counts, counts)
+        self.position = torch.arange(len(self.rank), device="cpu") - begins
         self.key = key.look_up(self.rank, self.position)
         self.form = form.look_up(self.rank, _numbers([plan.form for plan in plans]))
         self.offset = offset.look_up(self.rank, _numbers([plan.offset for plan in plans]))
@@ -61,7 +62,7 @@ class AllPlans:
 
     def nbytes(self) -> torch.Tensor:
         """The bytes that each row writes, as far as they are known before it is written."""
-        by_form = torch.tensor([*(form.nbytes for form in self.forms), 0])
+        by_form = torch.tensor([*(form.nbytes for form in self.forms), 0], device="cpu")
         found = by_form[self.form]
         for rank, plan in enumerate(self.plans):
             if plan.nbytes:
@@ -73,7 +74,7 @@ class AllPlans:
     def _check_keys(self) -> None:
         _, of_form = numbered((form.size, form.properties[0]) for form in self.forms)
         key = self.key[self.order]
-        family = torch.tensor([*of_form, -1])[self.form][self.order]
+        family = torch.tensor([*of_form, -1], device="cpu")[self.form][self.order]
         wrong = ((key[1:] == key[:-1]) & (family[1:] != family[:-1])).nonzero()
         if len(wrong):
             self._refuse(int(self.order[wrong[0]]), int(self.order[wrong[0] + 1]))
@@ -106,7 +107,7 @@ class AllPlans:
         )
 
     def describe(self) -> tuple[Description, list["array[int]"]]:
-        """What all rows write, and for each plan the positions of its items among the chunks of their keys.
+        """Describe all that is written; and for each plan, number its items among the chunks of their keys.
 
         Raises:
             InvalidPlanError: Two rows have the same key and offset, and are not shards.
@@ -114,13 +115,13 @@ class AllPlans:
         order = self.order
         self._refuse_doubles()
         key = self.key[order]
-        begins = torch.searchsorted(key, torch.arange(len(self.keys)))
+        begins = torch.searchsorted(key, torch.arange(len(self.keys), device="cpu"))
         hints = torch.empty_like(order)
-        hints[order] = torch.arange(len(order)) - begins[key]
+        hints[order] = torch.arange(len(order), device="cpu") - begins[key]
         hints[self.form < 0] = -1
         first = self.form[order[begins]].tolist() if len(self.keys) else []
         tensors = [self.forms[number] for number in first if number >= 0]
-        counts = torch.diff(begins, append=torch.tensor([len(order)])).tolist()
+        counts = torch.diff(begins, append=torch.tensor([len(order)], device="cpu")).tolist()
         properties, words = numbered(properties_in_words(*form.properties) for form in self.forms)
         chunks = order[self.form[order] >= 0]
         description = Description(
@@ -164,7 +165,7 @@ class _Vocabulary:
         self._ends: list[int] = []
 
     def add(self, words: list[Any]) -> None:
-        """The next list."""
+        """Number the words of the next list."""
         # Ranks that hold shards of the same tensors have the same keys and forms.
         if self._before is None or self._before != words:
             numbers = self.numbers
@@ -178,13 +179,15 @@ class _Vocabulary:
     def look_up(self, lists: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """For many words, each given by the number of its list and its place there: its number; -1 for -1."""
         if not len(lists):
-            return torch.empty(0, dtype=torch.int64)
-        begins, ends = torch.tensor(self._begins), torch.tensor(self._ends)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
+        begins, ends = torch.tensor(self._begins, device="cpu"), torch.tensor(self._ends, device="cpu")
         # After the words of each list there is one that is none.
         at = torch.where(places < 0, ends[lists], begins[lists] + places)
-        return torch.tensor(self._used)[at]
+        return torch.tensor(self._used, device="cpu")[at]
 
 
 def _numbers(columns: Iterable["array[int]"]) -> torch.Tensor:
     joined = bytearray().join(columns)
-    return torch.frombuffer(joined, dtype=torch.int32).long() if joined else torch.empty(0, dtype=torch.int64)
+    if not joined:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    return torch.frombuffer(joined, dtype=torch.int32).long()

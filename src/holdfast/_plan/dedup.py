@@ -101,8 +101,8 @@ class _Duplicates(NamedTuple):
         counts, world = self.counts[things], int(rank.max()) + 1
         for count in torch.unique(counts).tolist():
             of_count = things[counts == count]
-            ranks = rank[self.rows[self.begins[of_count, None] + torch.arange(count)]]
-            same = torch.zeros(len(of_count), dtype=torch.int64)
+            ranks = rank[self.rows[self.begins[of_count, None] + torch.arange(count, device="cpu")]]
+            same = torch.zeros(len(of_count), dtype=torch.int64, device="cpu")
             for holder in ranks.unbind(1):
                 _, same = torch.unique(same * world + holder, return_inverse=True)
             order = torch.argsort(same, stable=True)
@@ -110,12 +110,12 @@ class _Duplicates(NamedTuple):
 
 
 def _find_duplicates(table: AllPlans) -> _Duplicates | None:
-    """What several rows of the table can write; None if there is nothing.
+    """Find the chunks and objects that several rows of the table can write; None if there are none.
 
     Raises:
         InvalidPlanError: Ranks have different chunks at one place.
     """
-    starts = torch.ones(len(table.name), dtype=torch.bool)
+    starts = torch.ones(len(table.name), dtype=torch.bool, device="cpu")
     starts[1:] = table.name[1:] != table.name[:-1]
     if bool(starts.all()):
         return None
@@ -123,7 +123,7 @@ def _find_duplicates(table: AllPlans) -> _Duplicates | None:
     count = int(thing[-1]) + 1
     sizes = table.nbytes()[table.order]
     # Empty shards may stand at the place of one that is not.
-    largest = torch.zeros(count, dtype=torch.int64).scatter_reduce_(0, thing, sizes, "amax")
+    largest = torch.zeros(count, dtype=torch.int64, device="cpu").scatter_reduce_(0, thing, sizes, "amax")
     is_full = sizes == largest[thing]
     wrong = ~is_full & (sizes != 0) & (table.form[table.order] >= 0)
     if bool(wrong.any()):
@@ -145,7 +145,7 @@ class _Assignment:
     def __init__(self, table: AllPlans, duplicates: _Duplicates) -> None:
         world = len(table.plans)
         self._table, self._duplicates = table, duplicates
-        self._keep = torch.ones(len(table.rank), dtype=torch.bool)
+        self._keep = torch.ones(len(table.rank), dtype=torch.bool, device="cpu")
         self._keep[duplicates.rows] = False
         alone = table.nbytes()[self._keep].double()
         self._load: list[float] = torch.bincount(table.rank[self._keep], alone, world).tolist()
@@ -174,7 +174,7 @@ class _Assignment:
             largest = max(_SMALLEST_PART, total / len(self._load) / _PARTS_A_RANK)
             large = int((duplicates.nbytes > largest).sum())
             whole = [number for number in order[:large].tolist() if not self._split(number, largest)]
-            order = torch.cat([torch.tensor(whole, dtype=torch.int64), order[large:]])
+            order = torch.cat([torch.tensor(whole, dtype=torch.int64, device="cpu"), order[large:]])
         for things in duplicates.by_holders(order, self._table.rank):
             self._deal(things)
 
@@ -193,7 +193,7 @@ class _Assignment:
             places.append(place)
         for load, place in heap:
             self._load[holders[place]] = load
-        self._keep[self._duplicates.rows[begins + torch.tensor(places)]] = True
+        self._keep[self._duplicates.rows[begins + torch.tensor(places, device="cpu")]] = True
 
     def _split(self, thing: int, largest: float) -> bool:
         """Give parts of a chunk to the ranks that hold it; False if it cannot be cut."""

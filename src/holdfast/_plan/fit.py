@@ -18,8 +18,10 @@ from holdfast._plan.load_coverage import is_of_another_rank, own_places
 from holdfast._plan.metadata_entries import description_of, directory_of, dtypes_of, is_one_whole_chunk
 from holdfast._plan.read_columns import ReadColumns, ReadItems
 from holdfast._plan.reshard import Resharding
+from holdfast._plan.tied_tensors import also_filled
 from holdfast._tensors.checkpointable import describes_itself
 from holdfast._tensors.chunks import dtype_of, global_shape, is_tensor, local_parts, refuse_undescribable
+from holdfast._tensors.host import has_its_memory
 from holdfast._tensors.layout_table import Layout, LayoutTable
 from holdfast.errors import DtypeMismatchError, PlanError, ShapeMismatchError
 from holdfast.metadata import Metadata
@@ -42,7 +44,7 @@ def plan_load(
     ignore_mismatched_sizes: bool = False,
     paths: Mapping[str, Any] = MappingProxyType({}),
 ) -> LoadPlan:
-    """What one rank must read to fill a flat state, once it is known that everything fits.
+    """Plan what one rank reads to fill a flat state, after checking that everything fits.
 
     Args:
         state: The flat state.
@@ -62,13 +64,12 @@ def plan_load(
     directory, stored_dtypes = columns.directory, dtypes_of(metadata)
     report, containers = FitReport(), ContainerFit(paths, metadata)
     dtypes = DtypeFit(report, cast)
-    resharded, mismatched = list[tuple[str, int, Layout | None]](), list[str]()
+    resharded, mismatched = list[tuple[str, int, Layout | None]](), dict[str, str]()
+    missing = list[str]()
     for key, number in _take_whole(state, metadata, columns, report):
         value = state[key]
         if number is None:
-            why = containers.why_missing(key, value)
-            if why or not allow_missing:
-                report.add_missing(key, why)
+            missing.append(key)
             continue
         size, dtype = torch.Size(directory.shape(number)), stored_dtypes[directory.properties[number]]
         layout = layouts.of_plain(value, dtype)
@@ -76,21 +77,23 @@ def plan_load(
             resharded.append((key, number, layout))
             continue
         if ignore_mismatched_sizes and is_tensor(value) and global_shape(value) != size:
-            mismatched.append(f"{key} has {tuple(size)} in the checkpoint, {tuple(global_shape(value))} here")
+            mismatched[key] = f"{key} has {tuple(size)} in the checkpoint, {tuple(global_shape(value))} here"
             continue
         _check_tensor(key, size, dtype, value, dtypes, layouts)
         resharded.append((key, number, None))
+    # Models whose weights are tied are stored with one of the names.
+    filled = also_filled(state, state.keys() - {*missing, *mismatched}) if missing else set[str]()
+    for key in missing:
+        why = containers.why_missing(key, state[key])
+        if why or not (allow_missing or key in filled):
+            report.add_missing(key, why)
     for key in containers.unfilled():
         report.add("kind", key, "the checkpoint has a value here, the state an empty container")
     _check_unexpected(state, metadata, report, refuse=refuse_unexpected)
     resharding = Resharding(columns, layouts)
     for key, number, layout in resharded:
         resharding.fill_tensor(key, number, state[key], layout)
-    if mismatched:
-        logger.warning(
-            "%d tensors are left as they are, because their shapes differ: %s",
-            *(len(mismatched), some_of(mismatched, _MOST_NAMED, "; ")),
-        )
+    _warn_of_mismatched(mismatched)
     dtypes.warn()
     return LoadPlan(ReadItems(columns))
 
@@ -125,6 +128,7 @@ def _take_whole(
             and value.dtype is dtypes[properties[number]]
             and value.layout is strided
             and value.is_contiguous()
+            and has_its_memory(value)
             and (all_are_whole or is_one_whole_chunk(directory, number))
         ):
             others.append((key, number))
@@ -146,6 +150,14 @@ def _check_unexpected(
         _warn_of_forgotten(unexpected, state, metadata)
 
 
+def _warn_of_mismatched(mismatched: Mapping[str, str]) -> None:
+    if mismatched:
+        logger.warning(
+            "%d tensors are left as they are, because their shapes differ: %s",
+            *(len(mismatched), some_of([*mismatched.values()], _MOST_NAMED, "; ")),
+        )
+
+
 def _check_tensor(
     key: str, size: torch.Size, dtype: torch.dtype, value: Any, dtypes: DtypeFit, layouts: LayoutTable
 ) -> None:
@@ -164,6 +176,9 @@ def _check_tensor(
     except PlanError as error:
         report.add("kind", key, str(error).removeprefix(f"{key}: "))
         return
+    if not all(map(has_its_memory, memory)):
+        problem = "the storage of the state's tensor was freed or resized: there is no memory to load into"
+        report.add("kind", key, problem)
     if any(map(_repeats_memory, memory)):
         report.add("kind", key, "several elements of the state's tensor share one place in memory")
     for wanted in {part.dtype for part in memory} if describes_itself(value) else {dtype_of(value)}:
@@ -212,9 +227,9 @@ def _repeats_memory(tensor: torch.Tensor) -> bool:
     else:
         return False
     # What torch.as_strided made may still have a place for each element.
-    places = torch.zeros(1, dtype=torch.int64)
+    places = torch.zeros(1, dtype=torch.int64, device="cpu")
     for step, length in by_step:
-        places = (places[:, None] + step * torch.arange(length)).flatten()
+        places = (places[:, None] + step * torch.arange(length, device="cpu")).flatten()
     return bool((places.sort().values.diff() == 0).any())
 
 

@@ -124,7 +124,7 @@ def _without_common_end(asked: list[str], stored: list[str]) -> tuple[list[str],
 
 
 def _under_its_key(asked: str, stored: str) -> str:
-    """What to do if keys stand under another key in the checkpoint than in the state, or under none."""
+    """Advice for keys that the checkpoint has under another first key than the state, or under none."""
     if not stored:
         return f"The checkpoint has them without {asked!r}: load what stands there in your state by itself."
     instead = f", not under {asked!r}" if asked else ""

@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from holdfast._contents.nested_state import Container, Path, build_nested, true_key
-from holdfast._format.paths import encode_key
-from holdfast._format.typed_key import TypedKey
+from holdfast._format.paths import TypedKey, encode_key
 from holdfast._plan.interning import pack, unpack
 from holdfast._tensors.tensor_parts import TensorParts, why_other
 from holdfast.errors import PlanError, UsageError

@@ -18,14 +18,14 @@ from holdfast._plan.metadata_entries import (
     is_one_whole_chunk,
 )
 from holdfast._plan.write_columns import WriteColumns, WriteItems, columns_of, is_open
-from holdfast.metadata import Metadata, MetadataIndex
+from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan, WriteItem
 
 
 def merge(
     plans: list[SavePlan], *, lowest_rank: bool, may_split: bool = False
 ) -> tuple[list[SavePlan], Metadata]:
-    """What each rank must write, each item once, and the metadata of all of it.
+    """Give each item to one rank, and make the metadata of all of them.
 
     Args:
         plans: What each rank can write, in rank order.
@@ -67,18 +67,16 @@ def _with_hints(plan: SavePlan, columns: WriteColumns, hints: "array[int]") -> S
     items: list[WriteItem] = WriteItems(dataclasses.replace(columns, hints=hints))
     if is_open(plan):
         items = [
-            item if hint < 0 or item.index.index == hint else _hinted(item, hint)
+            item
+            if hint < 0 or item.index.index == hint
+            else dataclasses.replace(item, index=dataclasses.replace(item.index, index=hint))
             for item, hint in zip(plan.items, hints, strict=True)
         ]
     return dataclasses.replace(plan, items=items)
 
 
-def _hinted(item: WriteItem, hint: int) -> WriteItem:
-    return dataclasses.replace(item, index=MetadataIndex(item.index.fqn, item.index.offset, hint))
-
-
 def find_problems(metadata: Metadata, *, whole: bool) -> list[str]:
-    """What is wrong with the chunks of a plan: out of bounds, overlapping, or (if ``whole``) with gaps."""
+    """List chunks of a plan that are out of bounds, that overlap, or (if ``whole``) that leave gaps."""
     description, directory = description_of(metadata), directory_of(metadata)
     if description.all_are_whole():
         return []

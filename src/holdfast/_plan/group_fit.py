@@ -23,7 +23,7 @@ _SAMPLE = 100
 
 @dataclass(frozen=True)
 class GroupFit:
-    """What one rank found; it is sent to the coordinator.
+    """One rank's findings, which it sends to the coordinator.
 
     Attributes:
         asks: Whether the rank's state has anything to fill, or is of no concern.

@@ -17,7 +17,7 @@ from holdfast.planner import LoadPlan
 
 
 def cover(plan: LoadPlan, state: Mapping[str, Any] | None, metadata: Metadata) -> LoadResult:
-    """What a load by ``plan`` does.
+    """Which keys a load by ``plan`` fills, leaves alone and does not read.
 
     Args:
         plan: What this rank reads.
@@ -48,14 +48,14 @@ def own_places(keys: Iterable[str]) -> dict[str, set[RankKey]]:
     places: dict[str, set[RankKey]] = {}
     for key in keys:
         if (told := rank_key(key)) is not None:
-            places.setdefault(told.place, set()).add(told)
+            places.setdefault(told.key, set()).add(told)
     return places
 
 
 def is_of_another_rank(key: str, own: dict[str, set[RankKey]]) -> bool:
     """Whether a key belongs to another rank, at a place where this rank has a value of its own."""
     told = rank_key(key)
-    return told is not None and told.place in own and told not in own[told.place]
+    return told is not None and told.key in own and told not in own[told.key]
 
 
 def _divide(
@@ -68,7 +68,7 @@ def _divide(
     if not unread:
         return list(state), []
     directory = directory_of(metadata)
-    filled = also_filled(state, planned, directory.numbers)
+    filled = also_filled(state, planned)
     left_alone = [
         key for key in unread if key not in filled and not _needs_no_read(key, state[key], directory)
     ]

@@ -1,4 +1,4 @@
-"""What one rank can write of a flat state: one item for each tensor, chunk and other value."""
+"""The local plan of a save: one item for each tensor, chunk and other value of a rank's flat state."""
 
 from typing import Any
 
@@ -20,6 +20,7 @@ from holdfast._tensors.chunks import (
     refuse_unsavable,
 )
 from holdfast._tensors.dtensors import local_tensor
+from holdfast._tensors.host import has_its_memory
 from holdfast._tensors.layout_table import LayoutTable
 from holdfast.errors import PlanError
 
@@ -51,6 +52,7 @@ def plan_local_save(state: dict[str, Any]) -> WriteColumns:
             or value.is_quantized
             or value.is_nested
             or value.is_meta
+            or not has_its_memory(value)
         ):
             if type(value) is not DTensor or not dtensors.add(key, value):
                 _add(columns, numbering, key, value)

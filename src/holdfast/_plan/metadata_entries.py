@@ -79,7 +79,7 @@ class _Chunks:
 
 
 def unchanged_entries(metadata: Metadata) -> MetadataEntries | None:
-    """The entries, if they are what their columns say; None if somebody has made or changed some."""
+    """The entries, if they still equal their columns; None if they were made by hand or changed."""
     entries = metadata.state_dict_metadata
     return entries if isinstance(entries, MetadataEntries) and not entries.is_open else None
 
@@ -102,7 +102,7 @@ def dtypes_of(metadata: Metadata) -> list[torch.dtype]:
 
 
 def description_of(metadata: Metadata) -> Description:
-    """What the metadata describes, as columns; they are made from the records if somebody has seen those."""
+    """The entries of the metadata as columns, made from the records if somebody has changed those."""
     known, entries = unchanged_entries(metadata), metadata.state_dict_metadata
     if known is not None:
         return known.columns
@@ -134,9 +134,9 @@ def boxes_column(sizes: Sequence[Sequence[int]], used: torch.Tensor) -> bytes:
     most = max(map(len, sizes), default=0)
     if not most or not len(used):
         return b""
-    table = torch.tensor([[*size, *[0] * (most - len(size))] for size in sizes])
-    ndims = torch.tensor([len(size) for size in sizes])
-    return column_of(table[used][torch.arange(most) < ndims[used].unsqueeze(1)])
+    table = torch.tensor([[*size, *[0] * (most - len(size))] for size in sizes], device="cpu")
+    ndims = torch.tensor([len(size) for size in sizes], device="cpu")
+    return column_of(table[used][torch.arange(most, device="cpu") < ndims[used].unsqueeze(1)])
 
 
 def is_one_whole_chunk(directory: Directory, number: int) -> bool:

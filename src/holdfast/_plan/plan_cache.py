@@ -102,7 +102,7 @@ class PlanCache:
         return answers, plans, dataclasses.replace(metadata)
 
     def _from_scratch(self, offers: list[SavePlan]) -> list[SavePlan]:
-        """What stands for "as last time" where the coordinator has no last time."""
+        """The plans behind "as last time" if this coordinator has not merged any before."""
         if len(offers) == 1 and self._offered is not None:
             return [self._offered]
         unknown = [rank for rank, offer in enumerate(offers) if not offer.usable]
@@ -140,7 +140,7 @@ def _is_same(left: SavePlan, right: SavePlan) -> bool:
 
 
 def _shape_of(planner_data: Any) -> Any:
-    """What equality of dicts does not see: the types of keys, and the kinds of containers."""
+    """Types of keys and kinds of containers, which ``==`` of dicts does not compare."""
     if not isinstance(planner_data, dict):
         return planner_data
     keys = [

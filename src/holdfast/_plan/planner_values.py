@@ -20,7 +20,7 @@ class HasOwnValues:
 
 
 def finds_values_itself(planner: Any, method: str) -> bool:
-    """Whether ``method`` only looks a value up in the planner's flat state: nobody has overridden it."""
+    """Whether ``method`` only looks a value up in the planner's flat state: no subclass has overridden it."""
     if not isinstance(planner, HasOwnValues):
         return False
     owner = next(cls for cls in type(planner).__mro__ if "resolvers" in vars(cls))

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -48,7 +48,7 @@ class ReadBox(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ReadColumns:
-    """What one rank reads.
+    """The items of one rank's load plan.
 
     Attributes:
         directory: What the checkpoint holds.
@@ -73,7 +73,7 @@ class ReadColumns:
         self.rows.append(row)
 
     def take(self, numbers: Iterable[int]) -> "ReadColumns":
-        """Some of the items."""
+        """Columns of only these items, by their numbers."""
         taken = ReadColumns(self.directory)
         for number in numbers:
             if number in self.boxes:
@@ -102,20 +102,20 @@ class ReadColumns:
 
 
 class ReadItems(DeferredList[ReadItem]):
-    """The ``items`` of a load plan that is columns until somebody looks at an item."""
+    """The ``items`` of a load plan: columns, from which the items are made when one is asked for."""
 
     __slots__ = ()
 
     def __init__(self, columns: ReadColumns) -> None:
         super().__init__(len(columns), columns.items, columns)
 
-    def _differs(self, make: Any) -> bool:  # noqa: ARG002
+    def _has_changed(self) -> bool:
         # A ReadItem and all that it holds cannot be changed.
         return False
 
 
 def read_columns_of(plan: LoadPlan) -> ReadColumns | None:
-    """The items of a plan as columns; None if somebody has made or changed them."""
+    """The items of a plan as columns; None if they were made by hand or changed."""
     columns: ReadColumns | None = plan.items.columns if isinstance(plan.items, ReadItems) else None
     return columns
 

@@ -116,7 +116,7 @@ def _candidates(directory: Directory, number: int, box: Box) -> list[tuple[int, 
     if directory.count[number] < _MANY or not directory.ndim[number]:
         return [(at, Box(tuple(o), tuple(n))) for at, (o, n) in enumerate(directory.boxes(number))]
     offsets, lengths = chunk_boxes(directory, number)
-    low, extent = torch.tensor(box.offsets), torch.tensor(box.lengths)
+    low, extent = torch.tensor(box.offsets, device="cpu"), torch.tensor(box.lengths, device="cpu")
     meets = ((offsets < low + extent) & (offsets + lengths > low)).all(1).nonzero().flatten()
     found = zip(meets.tolist(), offsets[meets].tolist(), lengths[meets].tolist(), strict=True)
     return [(at, Box(tuple(o), tuple(n))) for at, o, n in found]

@@ -1,4 +1,4 @@
-"""What a checkpoint has below paths, as nested states of metadata entries."""
+"""Parts of a checkpoint, below given paths, as nested states of metadata entries."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -35,7 +35,6 @@ def tied_keys(state: Mapping[str, Any]) -> list[list[str]]:
     return [keys for keys in by_alias.values() if len(keys) > 1]
 
 
-def also_filled(state: Mapping[str, Any], planned: Collection[str], stored: Collection[str]) -> set[str]:
-    """The stored keys that a plan fills without reading them: their tensor is read under a planned key."""
-    groups = [group for group in tied_keys(state) if any(key in planned for key in group)]
-    return {key for group in groups for key in group if key in stored}
+def also_filled(state: Mapping[str, Any], planned: Collection[str]) -> set[str]:
+    """The keys that a plan fills, stored or not, because their tensor is read under a planned key."""
+    return {key for group in tied_keys(state) if any(key in planned for key in group) for key in group}

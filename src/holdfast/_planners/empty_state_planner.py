@@ -117,4 +117,4 @@ def _memory_for(key: str, entry: TensorStorageMetadata, places: Any) -> torch.Te
             f"{key}: a tensor of shape {tuple(entry.size)} takes {nbytes} bytes, but fewer are stored",
             key=key,
         )
-    return torch.empty(entry.size, dtype=entry.properties.dtype)
+    return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")

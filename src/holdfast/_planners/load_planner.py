@@ -148,7 +148,7 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
             return new_plan
         planned = set(keys_of(new_plan))
         stored = () if self.metadata is None else directory_of(self.metadata).numbers
-        planned |= also_filled(self.state_dict, planned, stored)
+        planned |= also_filled(self.state_dict, planned)
         memory = MetaMemory(self.device)
         for key, value in waiting:
             # A rank that holds no element of a sharded tensor reads nothing of it.

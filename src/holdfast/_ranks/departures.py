@@ -32,7 +32,7 @@ def _has_left_gloo(group: dist.ProcessGroup, rank: int) -> bool:
         backend: Any = group._get_backend(torch.device("cpu"))  # noqa: SLF001
         if backend.name() == "gloo":
             # What would be received is never sent; gloo forgets it with the object that this returns.
-            backend.recv([torch.empty(1)], rank, _TAG)
+            backend.recv([torch.empty(1, device="cpu")], rank, _TAG)
     except RuntimeError as error:
         # "Connection closed by peer", or "reset" if it was killed. After a timeout there are other words.
         return "by peer" in str(error)

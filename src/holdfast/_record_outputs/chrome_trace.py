@@ -5,6 +5,9 @@ from typing import Any
 from holdfast._transfer_record import RankRecord, TransferRecord
 
 _MICRO = 1e6
+_WHOLE = ("kind", "place", "mode", "started_at", "world_size", "nbytes", "seconds", "slowest", "events")
+"""What the trace tells of the record as a whole."""
+
 _PHASES, _WAITS = 0, 1
 """The two rows of a rank: what it did, and when it waited for others."""
 
@@ -23,17 +26,7 @@ def chrome_trace(record: TransferRecord) -> dict[str, Any]:
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {
-            "kind": record.kind,
-            "place": record.place,
-            "mode": record.mode,
-            "started_at": record.started_at,
-            "world_size": record.world_size,
-            "nbytes": record.nbytes,
-            "seconds": record.seconds,
-            "slowest": None if slowest is None else slowest._asdict(),
-            "events": dict(record.events),
-        },
+        "otherData": {name: value for name, value in record.as_dict().items() if name in _WHOLE},
     }
 
 

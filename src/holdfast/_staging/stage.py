@@ -8,9 +8,8 @@ import torch
 from holdfast._collector import paused_collector
 from holdfast._staging.buffer_layout import BufferLayout, fact_of, lay_out, place_in
 from holdfast._staging.buffer_pool import BufferLease, BufferPool, WhenBusy
-from holdfast._staging.host_copy import HostCopy
 from holdfast._staging.staged import StagedState
-from holdfast._staging.staging_copy import copy_spans, default_threads
+from holdfast._staging.staging_copy import HostCopy, copy_spans, default_threads
 from holdfast._staging.state_tensors import StateTensors
 from holdfast._staging.state_tree import copy_around
 

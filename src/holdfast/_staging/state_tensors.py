@@ -17,6 +17,7 @@ from holdfast._staging.state_tree import IMMUTABLE, Memo, find_tensors, key_of
 from holdfast._tensors.checkpointable import shards_wrapper, with_shards
 from holdfast._tensors.chunks import is_sharded
 from holdfast._tensors.dtensors import around, local_tensor
+from holdfast._tensors.host import has_its_memory
 from holdfast.errors import PlanError
 
 
@@ -122,10 +123,8 @@ def _on_host(metadata: Any) -> Any:
 def _why_without_memory(tensor: torch.Tensor) -> str | None:
     if tensor.is_meta:
         return "a tensor on the meta device has no data to stage"
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + last + 1) * tensor.itemsize if tensor.numel() else 0
-    if tensor.untyped_storage().nbytes() < needed:
-        return "a tensor whose storage was resized to less than its elements has no data to stage"
+    if not has_its_memory(tensor):
+        return "a tensor whose storage was freed or resized has no data to stage"
     return None
 
 

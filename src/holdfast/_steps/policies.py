@@ -20,7 +20,7 @@ Metric: TypeAlias = str | Callable[[Mapping[str, Any]], float]
 
 @dataclasses.dataclass(frozen=True)
 class StepFacts:
-    """What policies know of a step that is complete.
+    """The facts of a complete step that policies decide by.
 
     Attributes:
         number: The step.
@@ -36,7 +36,7 @@ class StepFacts:
 
 
 class SaveMoment(NamedTuple):
-    """What policies know of a step that may be saved. It is the same on every rank.
+    """The facts of a step that may be saved. They are the same on every rank.
 
     Attributes:
         step: The step.
@@ -50,7 +50,7 @@ class SaveMoment(NamedTuple):
 
 
 class Policy:
-    """What can be joined with ``|``: a step is saved, or kept, if one of the policies says so."""
+    """A policy. Policies are joined with ``|``: a step is saved, or kept, if one of them says so."""
 
     def __or__(self, other: object) -> "AnyOf":
         if not isinstance(other, Policy):
@@ -88,7 +88,7 @@ class WhenPolicy(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class AnyOf(KeepPolicy, WhenPolicy):
-    """What ``|`` makes: all that one of the policies wants."""
+    """Several policies joined with ``|``: a step counts if one of them wants it."""
 
     policies: tuple[Policy, ...]
 

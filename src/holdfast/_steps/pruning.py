@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """What a policy means for the steps that there are.
+    """The steps that a policy keeps, and those that it deletes.
 
     Attributes:
         found: All steps.

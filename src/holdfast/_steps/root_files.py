@@ -60,7 +60,7 @@ def steps_being_deleted(files: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Abandoned:
-    """What a run has left behind by going back.
+    """The steps that a run left behind when it went back to an earlier one.
 
     Attributes:
         steps: Folders, with the versions of their commit files.
@@ -80,12 +80,12 @@ class Abandoned:
         return commit is not None and commit.version != self.before
 
     def settled(self, folders: Mapping[str, FileFacts | None]) -> dict[str, str]:
-        """What is left behind, given the commit files that there are."""
+        """The steps that are left behind, given the commit files that there are."""
         return {**self.steps, **(self.pending if self.has_committed(folders) else {})}
 
 
 def read_abandoned(root: FileSource, files: Iterable[str]) -> Abandoned:
-    """What the run has left behind by going back.
+    """Read which steps the run left behind when it went back.
 
     Raises:
         MetadataFormatError: The note is damaged. Without it nobody knows which step is the newest, and the

@@ -126,7 +126,7 @@ class RunRoot:
             write_abandoned(self.store, Abandoned(noted.settled(folders)))
 
     def pin(self, folder: str) -> None:
-        """Keep a step, whatever the policy says."""
+        """Pin a step: it is kept even if the policy would delete it."""
         self.store.replace(pinned_name(folder), b"")
 
     def unpin(self, folder: str) -> None:
@@ -138,7 +138,7 @@ class RunRoot:
         self.store.delete(marks_of_damage(folder, files))
 
     def read_run_metadata(self) -> dict[str, Any]:
-        """What was kept of the run."""
+        """The metadata of the run."""
         return read_json(self.store, RUN)
 
     def write_run_metadata(self, values: dict[str, Any]) -> None:

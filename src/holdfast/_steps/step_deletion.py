@@ -10,7 +10,7 @@ import json
 from holdfast._format.foreign_manifest import data_files_in
 from holdfast._format.metadata_file import LARGEST_METADATA
 from holdfast._format.names import METADATA, metadata_rank, parse_data_file, save_of_lease
-from holdfast._io.living_leases import living_and_dead
+from holdfast._io.lease_file import living_and_dead
 from holdfast._io.store import ByteStore
 from holdfast._steps.root_files import deleting_name, marks_of_damage, pinned_name, read_json
 from holdfast._steps.step_list import Step

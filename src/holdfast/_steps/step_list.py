@@ -16,7 +16,7 @@ from holdfast._steps.step_names import StepNames
 
 @dataclass(frozen=True)
 class Step:
-    """What is known of a step without reading its files.
+    """A step, as far as it is known without reading its files.
 
     Attributes:
         number: The step.
@@ -96,7 +96,7 @@ def find_steps(root: FileSource, names: StepNames) -> StepList:
 
 
 def describe_steps(root: FileSource, names: StepNames, below: Below) -> StepList:
-    """What a look at the root has found, as steps. Reads a file only if the run has ever gone back."""
+    """The steps in a listing of the root. Reads a file only if the run has ever gone back."""
     files, folders, unseen = below
     abandoned = read_abandoned(root, files).settled(folders)
     found: dict[int, Step] = {}

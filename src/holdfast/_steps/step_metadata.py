@@ -1,4 +1,4 @@
-"""What was kept with each step, metrics above all: read from its commit file, and remembered in the root.
+"""The metadata of steps, metrics above all: read from their commit files, and cached in the root.
 
 The truth is in the metadata of each checkpoint, committed with it. The index in the root is only a cache, so
 that a restart with a thousand steps reads one file and not a thousand: an entry counts as long as the commit
@@ -27,7 +27,7 @@ METRICS, USER, STEP = "metrics", "metadata", "step"
 
 
 def read_user_metadata(place: FileSource) -> dict[str, Any]:
-    """What the caller of a save has kept with a checkpoint; empty if nothing, or if torch wrote it.
+    """The user metadata of a checkpoint; empty if there is none, or if torch wrote it.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
@@ -54,7 +54,7 @@ class StepMetadata:
         self._in_index: set[str] = set()
 
     def of(self, steps: Sequence[Step], files: frozenset[str]) -> dict[int, dict[str, Any]]:
-        """What was kept with each of these steps. A step whose metadata cannot be read is left out.
+        """The metadata of these steps. A step whose metadata cannot be read is left out.
 
         Args:
             steps: Complete steps.

@@ -32,7 +32,7 @@ class BoxPlanner(LoadPlanner):
         for number, (key, box) in enumerate(wanted):
             entry = metadata.state_dict_metadata[key]
             assert isinstance(entry, TensorStorageMetadata)
-            self.tensors.append(torch.empty(box.lengths, dtype=entry.properties.dtype))
+            self.tensors.append(torch.empty(box.lengths, dtype=entry.properties.dtype, device="cpu"))
             self.plan.items += _lines(number, key, entry, box)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:

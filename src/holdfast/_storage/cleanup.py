@@ -6,8 +6,9 @@ data file stays, with a warning: it may be the checkpoint of somebody who has mo
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 
+from holdfast._contents.safetensors_files import LARGEST_INDEX
 from holdfast._format.foreign_manifest import data_files_in
 from holdfast._format.metadata_file import LARGEST_METADATA
 from holdfast._format.names import (
@@ -20,6 +21,8 @@ from holdfast._format.names import (
     parse_data_file,
     save_of_lease,
 )
+from holdfast._format.safetensors import SUFFIX
+from holdfast._format.safetensors_index import INDEX, parse_index, save_in_name
 from holdfast._human_units import some_of
 from holdfast._io.lease import Lease
 from holdfast._io.store import ByteStore
@@ -30,13 +33,13 @@ _MOST_NAMED = 8
 
 
 def known_by(name: str) -> str:
-    """What a lease notes of a data file that goes: its save, or its name where that tells no save."""
+    """What a lease notes of a file that goes: its save, or its name where that tells no save."""
     file = parse_data_file(name)
-    return file.save if file and file.save else name
+    return (file.save if file else save_in_name(name)) or name
 
 
 def files_of_save(store: ByteStore, save_id: str) -> list[str] | None:
-    """After a save that failed: its data files, whichever rank wrote them, as far as the store can list them.
+    """After a save that failed: its files, whichever rank wrote them, as far as their names tell the save.
 
     Returns:
         None if the store does not answer. That is logged and not raised.
@@ -46,8 +49,7 @@ def files_of_save(store: ByteStore, save_id: str) -> list[str] | None:
     except Exception as error:  # noqa: BLE001 - the reason of the failed save is on its way to the caller
         logger.warning("%s: files of a failed save cannot be found now: %s", store.url, error)
         return None
-    save = save_id[:SAVE_DIGITS]
-    return [name for name in names if (file := parse_data_file(name)) and file.save == save]
+    return [name for name in names if known_by(name) == save_id[:SAVE_DIGITS]]
 
 
 def files_to_replace(store: ByteStore, *, rank: int | None) -> set[str]:
@@ -66,7 +68,7 @@ def files_to_replace(store: ByteStore, *, rank: int | None) -> set[str]:
     files: set[str] = set()
     for name in named_by:
         try:
-            files |= _files_named_by(store, name)
+            files |= files_named_by(store, name)
         except CheckpointNotFoundError:  # noqa: PERF203 - one file, or one for each rank
             continue
         except (CheckpointError, OSError) as error:
@@ -74,7 +76,7 @@ def files_to_replace(store: ByteStore, *, rank: int | None) -> set[str]:
     return files
 
 
-def _files_named_by(store: ByteStore, name: str) -> set[str]:
+def files_named_by(store: ByteStore, name: str) -> set[str]:
     """The data files that a metadata file names.
 
     Raises:
@@ -91,11 +93,24 @@ def _files_named_by(store: ByteStore, name: str) -> set[str]:
     return {file for file in data_files_in(data, path=name) if parse_data_file(file)}
 
 
+def files_of_index(store: ByteStore, there: Collection[str]) -> set[str]:
+    """The safetensors files that the index in a folder names; none if there is no index.
+
+    Raises:
+        CheckpointError: The index cannot be read.
+    """
+    if INDEX not in there:
+        return set()
+    data = store.read(INDEX, max_bytes=LARGEST_INDEX)
+    named = parse_index(data, path=f"{store.url}/{INDEX}").values()
+    return {name for name in named if name.endswith(SUFFIX)}
+
+
 def remove_dead(store: ByteStore, lease: Lease) -> None:
     """At the beginning of a save: remove the files of the killed saves whose leases it has found.
 
-    A killed save may have committed before: what any metadata names stays. If some metadata cannot be read,
-    everything stays. A failure is logged and not raised.
+    A killed save may have committed before: what any metadata or index names stays. If some of these cannot
+    be read, everything stays. A failure is logged and not raised.
 
     Args:
         store: The checkpoint's place.
@@ -106,10 +121,16 @@ def remove_dead(store: ByteStore, lease: Lease) -> None:
     try:
         names = store.names()
         there = [name for name in names if name == METADATA or metadata_rank(name) is not None]
-        used = set[str]().union(*(_files_named_by(store, name) for name in there))
-        # A killed save had replaced what it meant to, if there is metadata and it names something else.
-        gone = lease.dead | (lease.left_by_dead if there else set())
-        doomed = [name for name in names - used if parse_data_file(name) and known_by(name) in gone]
+        models = files_of_index(store, names)
+        used = models.union(*(files_named_by(store, name) for name in there))
+
+        def is_gone(name: str) -> bool:
+            # A killed save had replaced what it meant to, if there is a checkpoint that names something else.
+            has_successor = there if parse_data_file(name) else models and name.endswith(SUFFIX)
+            known = known_by(name)
+            return known in lease.dead or bool(has_successor and {known, name} & lease.left_by_dead)
+
+        doomed = list(filter(is_gone, names - used))
         if doomed:
             store.sync()  # the commit of the dead save may not be durable yet
             store.delete(doomed)
@@ -119,7 +140,9 @@ def remove_dead(store: ByteStore, lease: Lease) -> None:
     else:
         lease.settle()
         if doomed:
-            logger.info("%s: removed %s, left by a killed save", store.url, describe_data_files(doomed))
+            logger.info(
+                "%s: removed %s, left by a killed save", store.url, some_of(sorted(doomed), _MOST_NAMED)
+            )
 
 
 def remove_replaced(
@@ -180,9 +203,9 @@ def _removable(
     if not _ends_with(store, metadata_name(rank), footer):
         # Another save has committed since, over this one. If its metadata cannot be read, nothing is removed.
         replaced = replaced | used
-        used = _files_named_by(store, metadata_name(rank))
+        used = files_named_by(store, metadata_name(rank))
     if rank is not None and store.exists(metadata_name()):
-        used = used | _files_named_by(store, metadata_name())
+        used = used | files_named_by(store, metadata_name())
     under_way = {save for name in names if (save := save_of_lease(name))}
     unused = [name for name, save in data.items() if name not in used and save not in under_way]
     _warn_of_strangers(store, [name for name in unused if name not in replaced])
@@ -207,39 +230,48 @@ def _ends_with(store: ByteStore, name: str, footer: bytes) -> bool:
     return end == footer
 
 
-def discard_files(store: ByteStore, names: Iterable[str], *, rank: int | None) -> bool:
+def discard_files(store: ByteStore, names: Iterable[str], find_used: Callable[[], set[str]]) -> bool:
     """After a save that failed: remove its files, except those that the checkpoint in the place names.
 
     The step that failed may have come after the commit: then they are part of the new checkpoint.
 
+    Args:
+        store: The checkpoint's place.
+        names: The files.
+        find_used: Gives the files that the checkpoint names; it may raise.
+
     Returns:
         Whether nothing of the save is left.
     """
-    names = list(names)
-    if not names:
+    mine = set(names)
+    if not mine:
         return True  # the place may be what failed
     try:
-        used = _files_named_by(store, metadata_name(rank))
+        used = find_used()
     except CheckpointNotFoundError:
         used = set()
     except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
         logger.warning("%s: files of a failed save stay, as nobody knows if it was: %s", store.url, error)
         return False
-    unused = [name for name in names if name not in used]
-    return delete_quietly(store, unused) and used.isdisjoint(names)
+    return delete_quietly(store, mine - used) and used.isdisjoint(mine)
 
 
-def abort_uploads_of(store: ByteStore, save_id: str) -> bool:
+def abort_uploads_of(store: ByteStore, save_id: str, names: Collection[str] = ()) -> bool:
     """After a save: give up what is unfinished of it: what killed ranks have begun, or a lost answer hid.
 
     A failure is only logged.
+
+    Args:
+        store: The checkpoint's place.
+        save_id: The save.
+        names: Files of it whose names do not tell the save.
 
     Returns:
         Whether nothing of it is left.
     """
     save = save_id[:SAVE_DIGITS]
     try:
-        store.abort_unfinished(lambda name: known_by(name) == save)
+        store.abort_unfinished(lambda name: known_by(name) == save or name in names)
     except Exception as error:  # noqa: BLE001 - whether the save has failed or not, this changes nothing
         logger.info("%s: unfinished uploads may be left: %s", store.url, error)
         return False

@@ -63,11 +63,11 @@ def _common_lines(
     """By the ranks that need them: the names of lines that several ranks need, and their bytes."""
     names = torch.cat([_numbers(offer.names) for _, offer in taking_part])
     sizes = torch.cat([_numbers(offer.sizes) for _, offer in taking_part])
-    counts = torch.tensor([len(offer.names) // 8 for _, offer in taking_part])
-    ranks = torch.repeat_interleave(torch.tensor([rank for rank, _ in taking_part]), counts)
+    counts = torch.tensor([len(offer.names) // 8 for _, offer in taking_part], device="cpu")
+    ranks = torch.repeat_interleave(torch.tensor([rank for rank, _ in taking_part], device="cpu"), counts)
     order = torch.argsort(names, stable=True)
     starts = _first_of_each(names[order]).nonzero().flatten()
-    ends = torch.cat([starts[1:], torch.tensor([len(names)])])
+    ends = torch.cat([starts[1:], torch.tensor([len(names)], device="cpu")])
     shared = ends - starts > 1
     by_name, by_rank, by_size = names[order].tolist(), ranks[order].tolist(), sizes[order].tolist()
     found: dict[tuple[int, ...], array[int]] = defaultdict(lambda: array("q"))
@@ -122,6 +122,6 @@ def _numbers(packed: bytes) -> torch.Tensor:
 
 def _first_of_each(ordered: torch.Tensor) -> torch.Tensor:
     """Which of the numbers differ from the one before."""
-    begins = torch.ones(len(ordered), dtype=torch.bool)
+    begins = torch.ones(len(ordered), dtype=torch.bool, device="cpu")
     begins[1:] = ordered[1:] != ordered[:-1]
     return begins

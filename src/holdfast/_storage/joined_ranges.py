@@ -5,17 +5,17 @@ from functools import partial
 
 from holdfast._contents.box_reader import RangeJob
 from holdfast._contents.item_bytes import naming, new_memory
+from holdfast._contents.open_files import StoredFile
 from holdfast._format.item_table import Payload
 from holdfast._io.file_access import check_payloads
 from holdfast._io.store import StoreTraits
-from holdfast._storage.open_files import SharedFile
 from holdfast.errors import ChecksumError
 
 _MOST_WASTE = 16
 """Of so many bytes that are read, one may lie between ranges."""
 
 
-def join_neighbours(jobs: Iterable[Callable[[], None]], file: SharedFile) -> list[Callable[[], None]]:
+def join_neighbours(jobs: Iterable[Callable[[], None]], file: StoredFile) -> list[Callable[[], None]]:
     """The same work on a file with fewer requests, as the traits of the store have it. The order stays.
 
     A range of columns is read by one request, too, instead of in strips.
@@ -69,14 +69,14 @@ def _groups(jobs: Iterable[Callable[[], None]], traits: StoreTraits) -> Iterator
         yield group
 
 
-def _joined(group: _Group, file: SharedFile) -> Callable[[], None]:
+def _joined(group: _Group, file: StoredFile) -> Callable[[], None]:
     first = group.jobs[0]
     if len(group.jobs) == 1 and first.read.range.is_run:
         return first
     return partial(_read_joined, group, file)
 
 
-def _read_joined(group: _Group, file: SharedFile) -> None:
+def _read_joined(group: _Group, file: StoredFile) -> None:
     """Read the ranges at once, and put each where it belongs."""
     begin = group.sources[0].offset
     with group.jobs[0].read.item.context.budget.hold(group.end - begin):

@@ -52,7 +52,7 @@ def make_manifest(
     written = _Written(results, directory)
     order = written.order(description)
     numbers = dict(zip(written.columns, torch.stack(list(written.columns.values()))[:, order], strict=True))
-    file_nbytes = torch.zeros(len(written.lists["file_names"]), dtype=torch.int64)
+    file_nbytes = torch.zeros(len(written.lists["file_names"]), dtype=torch.int64, device="cpu")
     file_nbytes.scatter_reduce_(0, numbers["files"], numbers["offsets"] + numbers["nbytes"], "amax")
     meta = metadata.storage_meta or StorageMeta()
     paths, containers, extra = _split_planner_data(metadata)
@@ -109,7 +109,7 @@ class _Written:
 
     def _together(self, name: str, listed_in: str | None) -> torch.Tensor:
         """A column of all ranks. Numbers that refer to a list refer to the one of all ranks."""
-        parts = [torch.empty(0, dtype=torch.int64)]
+        parts = [torch.empty(0, dtype=torch.int64, device="cpu")]
         known = self.lists.setdefault(listed_in, {}) if listed_in else {}
         for part in self.results:
             numbers = part.column(name)
@@ -119,7 +119,7 @@ class _Written:
                     # The number -1, of what is not a tensor, finds the None at the end.
                     values = [*values, None]
                 counted = [known.setdefault(value, len(known)) for value in values]
-                numbers = torch.tensor(counted, dtype=torch.int64)[numbers]
+                numbers = torch.tensor(counted, dtype=torch.int64, device="cpu")[numbers]
             parts.append(numbers)
         return torch.cat(parts)
 
@@ -132,7 +132,7 @@ class _Written:
         rows, total = self._rows(), self.directory.row[-1]
         order = torch.argsort(rows, stable=True)
         found = rows[order]
-        if len(rows) != total or not torch.equal(found, torch.arange(total)):
+        if len(rows) != total or not torch.equal(found, torch.arange(total, device="cpu")):
             raise self._wrong_account(found, total)
         boxes = [box or () for box in self.lists["chunk_offsets"]]
         used = self.columns["chunk_offsets"][order]
@@ -163,13 +163,13 @@ class _Written:
                     f"{error.args[0]}: written, but not described by the plan. Nothing was committed.",
                     key=error.args[0],
                 ) from None
-            starts.append(torch.tensor(of_part, dtype=torch.int64))
+            starts.append(torch.tensor(of_part, dtype=torch.int64, device="cpu"))
             before = part.keys
         hints = self.columns["hints"]
         is_tensor = self.columns["chunk_offsets"] != self._no_offset
         if bool(((hints < 0) & is_tensor).any()):
-            hints = torch.tensor(self._search(), dtype=torch.int64)
-        return torch.cat([torch.empty(0, dtype=torch.int64), *starts]) + hints.clamp(min=0)
+            hints = torch.tensor(self._search(), dtype=torch.int64, device="cpu")
+        return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *starts]) + hints.clamp(min=0)
 
     def _search(self) -> list[int]:
         """For each result the place of its chunk among those of its key, found by its offset."""
@@ -202,7 +202,7 @@ class _Written:
         """The checksums of all blocks, in the order of the manifest's rows."""
         together = b"".join([part.checksums for part in self.results])
         blocks = self.columns["blocks"]
-        if torch.equal(order, torch.arange(len(order))):
+        if torch.equal(order, torch.arange(len(order), device="cpu")):
             return together
         if bool((blocks == 1).all()):
             return column_of(torch.frombuffer(bytearray(together), dtype=torch.int32)[order], small=True)

@@ -7,18 +7,18 @@ from operator import itemgetter
 
 from holdfast._contents.item_bytes import ItemBytes, ItemFile, naming
 from holdfast._contents.object_bytes import read_object
+from holdfast._contents.open_files import StoredFile
 from holdfast._contents.read_window import ReadWindow, group_neighbours
 from holdfast._format.item_table import StorageInfo
 from holdfast._objects.object_streams import LoadedObject
 from holdfast._storage.destinations import ReadContext
-from holdfast._storage.open_files import SharedFile
 from holdfast.planner import ReadItem
 
 _Line = tuple[StorageInfo, ReadItem]
 _Lines = Sequence[_Line]
 
 
-def object_jobs(context: ReadContext, file: SharedFile, lines: _Lines) -> list[Callable[[], None]]:
+def object_jobs(context: ReadContext, file: StoredFile, lines: _Lines) -> list[Callable[[], None]]:
     """Jobs that read values of one file and give them to the planner.
 
     A flattened optimizer has a dozen numbers for each parameter: read one by one, each takes three calls to
@@ -33,9 +33,9 @@ def object_jobs(context: ReadContext, file: SharedFile, lines: _Lines) -> list[C
     return [partial(_read, context, file, group) for group in groups]
 
 
-def _read(context: ReadContext, file: SharedFile, lines: _Lines) -> None:
+def _read(context: ReadContext, file: StoredFile, lines: _Lines) -> None:
     if len(lines) == 1:
-        _deliver(context, [_stream_of(context, file, line) for line in lines])
+        _deliver(context, file.path, [_stream_of(context, file, line) for line in lines])
         return
     begin, end = lines[0][0].offset, max(info.end for info, _ in lines)
     with context.budget.hold(2 * (end - begin)):  # each value is copied out
@@ -46,7 +46,7 @@ def _read(context: ReadContext, file: SharedFile, lines: _Lines) -> None:
             lambda: [info.payload for info, _ in lines if context.verify and info.is_checked],
         )
         window = ReadWindow(file.path, begin, content)
-        _deliver(context, [_stream_of(context, window, line) for line in lines])
+        _deliver(context, file.path, [_stream_of(context, window, line) for line in lines])
 
 
 def _stream_of(context: ReadContext, file: ItemFile, line: _Line) -> tuple[ReadItem, io.BytesIO]:
@@ -56,11 +56,11 @@ def _stream_of(context: ReadContext, file: ItemFile, line: _Line) -> tuple[ReadI
     return item, LoadedObject(*stored) if stored.head else io.BytesIO(stored.payload)
 
 
-def _deliver(context: ReadContext, values: Sequence[tuple[ReadItem, io.BytesIO]]) -> None:
+def _deliver(context: ReadContext, path: str, values: Sequence[tuple[ReadItem, io.BytesIO]]) -> None:
     """Give values to the planner. Threads that took turns for each would wait for most of the time."""
     calls = context.calls
     with calls.lock:
         for item, stream in values:
-            with naming(item.dest_index.fqn):
+            with naming(item.dest_index.fqn, path):
                 calls.planner.load_bytes(item, stream)
             calls.touched.append(item.dest_index.fqn)

@@ -102,7 +102,7 @@ class QuantizedTensor(NamedTuple):
         groups = [*outer, first], [*extents, last - first]
         packed = [*groups[0], 0], [*groups[1], width // 2]
         pairs, exponents = read({self.key: packed, self.scale: groups})
-        values = torch.tensor([*_FLOAT4, *(-value for value in _FLOAT4)], dtype=self.dtype)
+        values = torch.tensor([*_FLOAT4, *(-value for value in _FLOAT4)], dtype=self.dtype, device="cpu")
         both = torch.stack([pairs & 0x0F, pairs >> 4], dim=-1).flatten(-2)
         exponents = exponents.to(torch.int32) - _EXPONENT_OF_ONE
         numbers = torch.ldexp(values[both.long()], exponents.unsqueeze(-1)).to(self.dtype)

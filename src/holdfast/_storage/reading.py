@@ -1,5 +1,6 @@
 """Owns reading a checkpoint from a ByteStore: its metadata, and all that a plan asks for."""
 
+import contextlib
 import sys
 from collections.abc import Callable
 
@@ -8,6 +9,7 @@ from holdfast._contents.absence import explain_absence
 from holdfast._contents.box_reader import box_jobs
 from holdfast._contents.box_target import StoredBox
 from holdfast._contents.item_bytes import ItemBytes
+from holdfast._contents.open_files import OpenFiles, StoredFile
 from holdfast._format.item_table import StorageInfo
 from holdfast._format.metadata_file import LARGEST_METADATA
 from holdfast._format.names import METADATA, metadata_name, metadata_rank
@@ -21,11 +23,11 @@ from holdfast._storage.destinations import Destination, PlannerCalls, ReadContex
 from holdfast._storage.joined_ranges import join_neighbours
 from holdfast._storage.metadata_reading import load_metadata
 from holdfast._storage.object_reads import object_jobs
-from holdfast._storage.open_files import SharedFile, sizes_of_files
 from holdfast._storage.own_parts import join_parts
 from holdfast._storage.read_requests import FileRequest, chunk_of, sort_by_file
 from holdfast._storage.small_reads import SmallTensors, is_small, small_tensor_jobs
 from holdfast.errors import (
+    AccessDeniedError,
     CheckpointNotFoundError,
     IncompleteCheckpointError,
     ReplacedCheckpointError,
@@ -122,7 +124,7 @@ def read_items(
     cancellation = Cancellation()
     calls, scratch = PlannerCalls(planner), Budget(budget, cancellation)
     context = ReadContext(store, registry, cancellation, scratch, verify, calls=calls)
-    files: list[SharedFile] = []
+    files = OpenFiles(store, most=threads, progress=progress)
     try:
         with paused_collector():
             requests = sort_by_file(plan, planner, metadata)
@@ -132,9 +134,7 @@ def read_items(
             jobs: list[Callable[[], None]] = []
             with paused_collector():
                 for name, request in requests.items():
-                    file = SharedFile(store, name, progress)
-                    files.append(file)
-                    jobs += [file.job(work) for work in kind(context, file, request, metadata)]
+                    jobs += kind(context, StoredFile(files, name), request, metadata)
             pool.run(jobs, threads=threads, cancellation=cancellation)
     except CheckpointNotFoundError as error:
         # A file that was there a moment ago.
@@ -147,8 +147,7 @@ def read_items(
         _say_what_changed(error, calls.touched, may_change)
         raise
     finally:
-        for file in files:
-            file.close()
+        files.close()
 
 
 def _missing_file(
@@ -168,6 +167,14 @@ def _is_replaced(store: FileSource, metadata: Metadata) -> bool:
     except Exception:  # noqa: BLE001 - the missing file is what the caller must see
         return False
     return found is not None and found.save_id not in {None, old}
+
+
+def sizes_of_files(store: FileSource) -> dict[str, int]:
+    """The size of every file, if the store tells them all at once. If not, each file must be asked for."""
+    if store.traits.lists_sizes:
+        with contextlib.suppress(AccessDeniedError):
+            return store.list()
+    return {}
 
 
 def _check_sizes(store: FileSource, requests: dict[str, FileRequest], metadata: Metadata) -> None:
@@ -197,7 +204,7 @@ def _check_sizes(store: FileSource, requests: dict[str, FileRequest], metadata: 
 
 
 def _object_jobs(
-    context: ReadContext, file: SharedFile, request: FileRequest, _: Metadata
+    context: ReadContext, file: StoredFile, request: FileRequest, _: Metadata
 ) -> list[Callable[[], None]]:
     return object_jobs(
         context, file, [line for line in request.lines if line[1].type == LoadItemType.BYTE_IO]
@@ -205,7 +212,7 @@ def _object_jobs(
 
 
 def _tensor_jobs(
-    context: ReadContext, file: SharedFile, request: FileRequest, metadata: Metadata
+    context: ReadContext, file: StoredFile, request: FileRequest, metadata: Metadata
 ) -> list[Callable[[], None]]:
     jobs: list[Callable[[], None]] = []
     small: list[tuple[StorageInfo, Destination]] = []

@@ -18,11 +18,11 @@ A kill at any instant leaves an index whose files are all there, and all of one 
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from holdfast._contents.safetensors_files import LARGEST_INDEX, read_checksums
-from holdfast._format.names import SAVE_DIGITS, is_leftover
+from holdfast._contents.safetensors_files import read_checksums
+from holdfast._format.names import is_leftover
 from holdfast._format.safetensors import SUFFIX
 from holdfast._format.safetensors_checksums import FileChecksums, digest_of, dump_checksums
 from holdfast._format.safetensors_index import (
@@ -33,13 +33,11 @@ from holdfast._format.safetensors_index import (
     is_shard,
     is_unfinished,
     name_after_save,
-    parse_index,
-    save_in_name,
 )
 from holdfast._io.blocks import BLOCK_SIZE
 from holdfast._io.lease import Lease
 from holdfast._io.store import ByteStore
-from holdfast._storage.cleanup import delete_quietly
+from holdfast._storage.cleanup import files_of_index
 from holdfast._storage.safetensors_layout import ModelLayout
 
 logger = logging.getLogger(__name__)
@@ -55,6 +53,7 @@ class ModelCommit:
         layout: The files, which are there under their temporary names, without their headers.
         save_id: The save.
         confirm: Called directly before the commit; raises if it must not be.
+        made: Takes the names that files get before the commit, to be removed if that fails.
 
     Attributes:
         names: What each file is called in the end, by its usual name.
@@ -65,8 +64,8 @@ class ModelCommit:
     layout: ModelLayout
     save_id: str
     confirm: Callable[[], None]
+    made: list[str]
     names: dict[str, str] = field(default_factory=dict)
-    _made: list[str] = field(default_factory=list)
 
     def run(self, checksums: Mapping[str, bytes]) -> None:
         """Write the headers, make the model exist, and remove what it replaces.
@@ -75,23 +74,19 @@ class ModelCommit:
             checksums: The CRC-32 of each block of each tensor, by its name.
 
         Raises:
-            CheckpointError, OSError: Nothing was committed, and nothing of the new model is left.
+            CheckpointError, OSError: Nothing was committed, or the commit itself has failed.
         """
-        try:
-            new = self._write_headers(checksums)
-            there = names_there(self.store, self.layout)
-            replaced = replaced_files(self.store, there)
-            usual = [file.name for file in self.layout.files]
-            after_save = [name_after_save(name, self.save_id) for name in usual]
-            self.confirm()
-            self.lease.note_replaced([*replaced, *usual, *after_save])
-            self.lease.check()
-            self._put_checksums({**read_checksums(self.store), **new})
-            is_tidy = self._commit(there, replaced)
-        except BaseException:
-            if not discard_model(self.store, self.save_id, self._made or self._streamed):
-                self.lease.leave()
-            raise
+        new = self._write_headers(checksums)
+        there = names_there(self.store, self.layout)
+        replaced = replaced_files(self.store, there)
+        usual = [file.name for file in self.layout.files]
+        after_save = [name_after_save(name, self.save_id) for name in usual]
+        self.confirm()
+        self.lease.note_replaced([*replaced, *usual, *after_save])
+        self.lease.check()
+        self._put_checksums({**read_checksums(self.store), **new})
+        is_tidy = self._commit(there, replaced)
+        self.made.clear()
         try:
             left = {name for name in self.lease.left_by_dead if name.endswith(SUFFIX)}
             self.store.delete((replaced | left | (set(usual) & there)) - set(self.names.values()))
@@ -129,11 +124,6 @@ class ModelCommit:
     def _put_checksums(self, files: Mapping[str, FileChecksums]) -> None:
         self.store.replace(CHECKSUMS, dump_checksums(files, BLOCK_SIZE))
 
-    @property
-    def _streamed(self) -> list[str]:
-        """Files that have the names which they keep since they were written."""
-        return [] if self.layout.in_place else [file.temporary for file in self.layout.files]
-
     def _commit(self, there: set[str], replaced: set[str]) -> bool:
         """Make the model exist; return whether its files have their usual names."""
         usual = [file.name for file in self.layout.files]
@@ -153,7 +143,7 @@ class ModelCommit:
             return True
         for file in self.layout.files:
             self.store.rename(file.temporary, self.names[file.name])
-            self._made.append(self.names[file.name])
+            self.made.append(self.names[file.name])
         self.store.sync()
         self._put_index()
         return is_tidy
@@ -183,19 +173,6 @@ def names_there(store: ByteStore, layout: ModelLayout) -> set[str]:
     return {name for name in asked if store.exists(name)}
 
 
-def files_of_index(store: ByteStore, there: set[str]) -> set[str]:
-    """The safetensors files that the index in a folder names; none if there is no index.
-
-    Raises:
-        CheckpointError: The index cannot be read.
-    """
-    if INDEX not in there:
-        return set()
-    data = store.read(INDEX, max_bytes=LARGEST_INDEX)
-    named = parse_index(data, path=f"{store.url}/{INDEX}").values()
-    return {name for name in named if name.endswith(SUFFIX)}
-
-
 def replaced_files(store: ByteStore, there: set[str]) -> set[str]:
     """The files of the models in a folder, which a new model replaces.
 
@@ -203,55 +180,3 @@ def replaced_files(store: ByteStore, there: set[str]) -> set[str]:
         CheckpointError: The index cannot be read.
     """
     return files_of_index(store, there) | ({LONE} & there) | set(filter(is_shard, there))
-
-
-def discard_model(store: ByteStore, save_id: str, made: Iterable[str] = ()) -> bool:
-    """After a save that failed: remove its files, unless the index in the folder names them.
-
-    The step that failed may have come after the commit: then they are the model.
-
-    Args:
-        store: The folder.
-        save_id: The save.
-        made: Files of it whose names do not tell the save.
-
-    Returns:
-        Whether nothing of the save is left.
-    """
-    try:
-        names = store.names() if store.can_list else {INDEX} if store.exists(INDEX) else set()
-        mine = {name for name in names if save_in_name(name) == save_id[:SAVE_DIGITS]} | set(made)
-        used = files_of_index(store, names)
-        store.abort_unfinished(lambda name: name in mine and name not in used)
-    except Exception as error:  # noqa: BLE001 - a stranger's file system may raise anything
-        logger.warning("%s: files of a failed save stay, as nobody knows if it was: %s", store.url, error)
-        return False
-    return delete_quietly(store, mine - used) and mine.isdisjoint(used)
-
-
-def remove_dead_models(store: ByteStore, lease: Lease) -> None:
-    """At the beginning of a save: remove what killed saves have left of models.
-
-    What the index names stays. Without an index every file stays that is not named after a killed save.
-    A failure is logged and not raised.
-    """
-    if not lease.dead:
-        return
-    try:
-        names = store.names()
-        used = files_of_index(store, names)
-        doomed = [
-            name
-            for name in names - used
-            if save_in_name(name) in lease.dead
-            or (used and name.endswith(SUFFIX) and name in lease.left_by_dead)
-        ]
-        if doomed:
-            store.sync()  # the commit of the dead save may not be durable yet
-            store.delete(doomed)
-    except BaseException as error:
-        lease.leave()
-        if not isinstance(error, Exception):
-            raise
-        # Whatever it is: a stranger's file system may raise anything.
-        logger.warning("%s: files of a killed save could not be removed: %s", store.url, error)

@@ -12,8 +12,8 @@ import torch
 from holdfast._format.item_table import StorageInfo
 from holdfast._geometry import Box, intersect
 from holdfast._io.blocks import block_count, crc32
-from holdfast._io.copying import copy_bytes
 from holdfast._io.progress import ProgressTracker
+from holdfast._io.streams import copy_bytes
 from holdfast._ranks.broadcast import Broadcast
 from holdfast._storage.safetensors_owners import StreamPlaces
 from holdfast._storage.safetensors_writing import cast_pieces, resolve

@@ -127,8 +127,8 @@ class _Owner:
         self._rank = rank
         self._own = own
         self._incoming = incoming
-        self._slab = torch.empty(0, dtype=torch.uint8)
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._slab = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def write(self, files: Sequence[OwnedFile]) -> dict[str, bytes]:
         """Write them, and tell the ranks that sent something the checksums of what they report.
@@ -137,7 +137,7 @@ class _Owner:
             The checksums of those tensors whose first element this rank has.
         """
         if files:
-            self._slab, self._scratch = (torch.empty(SLAB, dtype=torch.uint8) for _ in range(2))
+            self._slab, self._scratch = (torch.empty(SLAB, dtype=torch.uint8, device="cpu") for _ in range(2))
         told: dict[int, dict[str, bytes]] = {rank: {} for rank in (*self._incoming, self._rank)}
         for file in sorted(files, key=lambda file: file.name):
             with self._open(file) as put:

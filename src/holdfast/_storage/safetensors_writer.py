@@ -7,18 +7,14 @@ from typing import Any
 from torch.futures import Future
 
 from holdfast._contents.safetensors_manifest import ModelChunk
-from holdfast._format.safetensors_index import temporary_file
+from holdfast._format.safetensors_index import INDEX, temporary_file
 from holdfast._io.blocks import BLOCK_SIZE
 from holdfast._io.range_sums import join_sums
 from holdfast._plan.global_plan import find_problems
 from holdfast._plan.write_columns import columns_of
+from holdfast._storage.cleanup import files_of_index
 from holdfast._storage.safetensors_alone import finish_alone, write_alone
-from holdfast._storage.safetensors_commit import (
-    ModelCommit,
-    discard_model,
-    names_there,
-    remove_dead_models,
-)
+from holdfast._storage.safetensors_commit import ModelCommit, names_there
 from holdfast._storage.safetensors_layout import (
     ExportOptions,
     ModelLayout,
@@ -89,7 +85,7 @@ class SafetensorsWriter(StoreWriter):
                 # They may have their usual names already, which do not tell the save if it is killed.
                 self._lease.note_replaced([file.temporary for file in layout.files])
             told = tell_owners(layout, ours, self.save_id)
-        self._layout = layout
+        self._layout, self._written = layout, [file.temporary for file in layout.files]
         return [
             dataclasses.replace(plan, storage_data=places) for plan, places in zip(plans, told, strict=True)
         ]
@@ -109,12 +105,6 @@ class SafetensorsWriter(StoreWriter):
                 "they have, and whoever runs this save gives them no connections. Call holdfast.save.",
                 path=self.store.url,
             )
-
-    def _take_lease(self) -> None:
-        is_new = self._lease is None
-        super()._take_lease()
-        if is_new and self._lease is not None:
-            remove_dead_models(self.store, self._lease)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
         """Write every chunk at its place, and wait until the storage has it.
@@ -180,11 +170,10 @@ class SafetensorsWriter(StoreWriter):
         if problems:
             raise IncompleteWriteError(f"the plan does not write all of its tensors: {problems[0]}")
         checksums = _join_checksums(layout, results)
-        commit = ModelCommit(self.store, self._lease, layout, self.save_id, self.context.confirm_commit)
-        try:
+        confirm = self.context.confirm_commit
+        commit = ModelCommit(self.store, self._lease, layout, self.save_id, confirm, self._written)
+        with self._discarding_on_failure():
             commit.run(checksums)
-        finally:
-            self._release()
         written = metadata_of_chunks(
             self.store.url,
             {commit.names[file.name]: file.nbytes for file in layout.files},
@@ -199,15 +188,8 @@ class SafetensorsWriter(StoreWriter):
             written = to_torch(written)
         fill_metadata(metadata, written, ("state_dict_metadata", "version", "storage_meta", "storage_data"))
 
-    def abandon(self, *, outcome_is_known: bool = True) -> None:
-        """After a save that failed: the coordinator removes what all ranks have written for it."""
-        if outcome_is_known and self._lease is not None:
-            names = [file.temporary for file in self._layout.files] if self._layout else []
-            is_clean = discard_model(self.store, self.save_id, names)
-            # What a killed rank has sent may reach the store after this.
-            if not is_clean or (self._world_size > 1 and self.store.traits.may_write_late):
-                self._lease.leave()
-        self._release()
+    def _files_in_use(self) -> set[str]:
+        return files_of_index(self.store, {INDEX} if self.store.exists(INDEX) else set())
 
     def _release(self) -> None:
         self._layout = None

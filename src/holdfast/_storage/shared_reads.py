@@ -16,8 +16,8 @@ from holdfast._ranks.exchange import Exchange
 from holdfast._storage.broadcast_source import BroadcastSource
 from holdfast._storage.common_lines import Group, Offer, find_groups
 from holdfast._storage.item_places import ItemPlaces, places_of
-from holdfast._storage.open_files import sizes_of_files
 from holdfast._storage.read_requests import columns_in
+from holdfast._storage.reading import sizes_of_files
 from holdfast._storage.writing import deal_neighbours
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner

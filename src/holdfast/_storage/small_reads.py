@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from holdfast._contents.open_files import StoredFile
 from holdfast._format.item_table import Payload, StorageInfo
 from holdfast._io.blocks import crc32, crc32_in_one_turn
 from holdfast._io.local_buffers import BUFFER_NBYTES, borrow, give_back
@@ -17,7 +18,6 @@ from holdfast._io.store import StoreTraits
 from holdfast._plan.read_columns import ReadBox
 from holdfast._storage.destinations import Destination, ReadContext
 from holdfast._storage.item_places import ItemPlaces
-from holdfast._storage.open_files import SharedFile
 from holdfast._tensors.chunks import find_box
 from holdfast._tensors.layout_table import LayoutTable
 from holdfast.errors import ChecksumError, MetadataFormatError
@@ -149,13 +149,13 @@ class SmallTensors:
 
 
 def small_tensor_jobs(
-    context: ReadContext, file: SharedFile, tensors: SmallTensors
+    context: ReadContext, file: StoredFile, tensors: SmallTensors
 ) -> list[Callable[[], None]]:
     """Jobs that read small tensors of one file, neighbours together: 2 microseconds a tensor."""
     return [partial(_read, context, file, tensors, span) for span in tensors.requests(file.store.traits)]
 
 
-def _read(context: ReadContext, file: SharedFile, tensors: SmallTensors, span: slice) -> None:
+def _read(context: ReadContext, file: StoredFile, tensors: SmallTensors, span: slice) -> None:
     """Read tensors in one request."""
     tensors = tensors.take(span)
     begin = tensors.starts[0]

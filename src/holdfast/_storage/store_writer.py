@@ -1,7 +1,8 @@
 """Owns the storage writer over any store: claim the place, write data files, commit, clean up."""
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from holdfast._storage.arrival_check import check_arrived
 from holdfast._storage.cleanup import (
     abort_uploads_of,
     discard_files,
+    files_named_by,
     files_of_save,
     files_to_replace,
     known_by,
@@ -248,29 +250,35 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
         )
         ours.storage_data = StorageData(ItemPlaces(manifest, directory_of(ours)))
         self._take_lease()
-        try:
-            self._commit(ours, manifest)
-        finally:
-            self._release()
+        others = self._files_of_others(manifest)
+        self._written = manifest.file_names
+        with self._discarding_on_failure():
+            self._commit(ours, manifest, others)
         if ours is not metadata:
             fill_metadata(metadata, to_torch(ours), ("version", "storage_meta", "storage_data"))
 
-    def _commit(self, metadata: Metadata, manifest: Manifest) -> None:
+    @contextlib.contextmanager
+    def _discarding_on_failure(self) -> Iterator[None]:
+        """Commit in a with-block: a failure removes what was written. Others are let in at the end."""
+        try:
+            yield
+        except BaseException:
+            self._discard_written()
+            raise
+        finally:
+            self._release()
+
+    def _commit(self, metadata: Metadata, manifest: Manifest, of_others: Mapping[str, int]) -> None:
         """Make the checkpoint exist by one atomic replace of its metadata file, and clean up after it."""
         assert self._lease is not None
         store, rank = self.store, self._own_rank
-        try:
-            check_arrived(store, self._files_of_others(manifest))
-            replaced = files_to_replace(store, rank=rank)
-            pieces = dump_manifest(manifest, metadata, torch_compatible=self.torch_compatible)
-            self.context.confirm_commit()
-            self._lease.note_replaced(map(known_by, replaced))
-            self._lease.check()
-            store.replace(metadata_name(rank), *pieces, durable=self.sync_files, overwrite=self.overwrite)
-        except BaseException:
-            if not discard_files(store, manifest.file_names, rank=rank):
-                self._lease.leave()
-            raise
+        check_arrived(store, of_others)
+        replaced = files_to_replace(store, rank=rank)
+        pieces = dump_manifest(manifest, metadata, torch_compatible=self.torch_compatible)
+        self.context.confirm_commit()
+        self._lease.note_replaced(map(known_by, replaced))
+        self._lease.check()
+        store.replace(metadata_name(rank), *pieces, durable=self.sync_files, overwrite=self.overwrite)
         remove_replaced(store, self._lease, manifest.file_names, replaced, footer=pieces[-1], rank=rank)
         abort_uploads_of(store, self.save_id)
 
@@ -297,16 +305,20 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
         finally:
             self._release()
 
+    def _files_in_use(self) -> set[str]:
+        """The files of the checkpoint that is there now."""
+        return files_named_by(self.store, metadata_name(self._own_rank))
+
     def _discard_written(self) -> None:
         of_all = files_of_save(self.store, self.save_id) if self._lease else []
-        is_clean = discard_files(self.store, [*self._written, *(of_all or ())], rank=self._own_rank)
+        is_clean = discard_files(self.store, [*self._written, *(of_all or ())], self._files_in_use)
         if self._lease is None:
             return
-        is_clean = abort_uploads_of(self.store, self.save_id) and is_clean and of_all is not None
+        are_aborted = abort_uploads_of(self.store, self.save_id, self._written)
         # A rank that still writes may be killed before it removes what it makes after this. And what a killed
         # rank has sent may reach the store after this.
         may_come = self.context.others_at_work() or self.store.traits.may_write_late
-        if not is_clean or (self._world_size > 1 and may_come):
+        if not (is_clean and are_aborted and of_all is not None) or (self._world_size > 1 and may_come):
             self._lease.leave()
 
     def _release(self) -> None:

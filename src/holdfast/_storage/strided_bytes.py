@@ -50,7 +50,7 @@ class StridedTensor(NamedTuple):
         """
         size = self.dtype.itemsize
         first, end = offset // size, -(-(offset + len(view)) // size)
-        elements = torch.empty(end - first, dtype=self.dtype)
+        elements = torch.empty(end - first, dtype=self.dtype, device="cpu")
         position = 0
         for box in _boxes_of_run(self.shape, first, end - first):
             count = volume(box.lengths)
@@ -64,7 +64,7 @@ class StridedTensor(NamedTuple):
 
     def _read_box(self, read: Callable[[int, memoryview], None], box: Box, target: torch.Tensor) -> None:
         for piece in ranges_of(self.strides, *box, self.dtype.itemsize, run_limit=SCRATCH, block=0):
-            scratch = torch.empty(piece.nbytes // self.dtype.itemsize, dtype=self.dtype)
+            scratch = torch.empty(piece.nbytes // self.dtype.itemsize, dtype=self.dtype, device="cpu")
             read(self.start + piece.start, memory_of(scratch))
             part = narrowed(target, piece.offsets, piece.lengths)
             part.copy_(scratch.as_strided(piece.lengths, self.strides))

@@ -14,7 +14,6 @@ from holdfast._storage.strided_bytes import StridedTensor
 from holdfast.errors import MetadataFormatError, UnsafeMetadataError
 
 _MOST_RECORDS = 1 << 24
-_LONGEST_DIRECTORY = 1 << 31
 _LONGEST_PICKLE = 4 << 30
 _IN_FILE = True
 # An expanded tensor has more elements than are stored. More than this, and the file is an attack.
@@ -94,14 +93,7 @@ class _Reading:
         self.file = file
         self.path = path
         _refuse_other_formats(file, path)
-        self.archive = Archive(
-            self._read_at,
-            file.nbytes,
-            path=path,
-            key=None,
-            most_records=_MOST_RECORDS,
-            longest_directory=_LONGEST_DIRECTORY,
-        )
+        self.archive = Archive(self._read_at, file.nbytes, path=path, key=None, most_records=_MOST_RECORDS)
         self.state = SavedState(
             self._read_pickle(), path=path, safe_globals=safe_globals, allow_pickle=allow_pickle
         )

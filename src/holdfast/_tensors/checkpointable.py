@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast._tensors.dtensors import local_tensor, narrowed
+from holdfast._tensors.dtensors import narrowed, own_part
 from holdfast._torch_compat.torch_records import to_ours, to_torch
 from holdfast.errors import PlanError
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex
@@ -31,11 +31,11 @@ def has_methods(kind: type) -> bool:
 
 def describes_itself(value: Any) -> bool:
     """Whether a value, or this rank's part of a DTensor, says itself which chunks it holds."""
-    return has_methods(type(local_tensor(value) if isinstance(value, DTensor) else value))
+    return has_methods(type(own_part(value)))
 
 
 def items_to_write(key: str, value: Any) -> list[WriteItem]:
-    """What this rank writes of a value that describes itself; chunks without elements are left out.
+    """The items that this rank writes of a value that describes itself; empty chunks are left out.
 
     Raises:
         PlanError: The value gives something else than items of its own key.
@@ -128,7 +128,7 @@ def starts_in(box: ChunkStorageMetadata, part: ChunkStorageMetadata) -> list[int
 def shards_wrapper(value: Any) -> Any | None:
     """The LocalShardsWrapper of torch that a value is or a DTensor has; None if it is something else."""
     defining = sys.modules.get("torch.distributed.tensor._shards_wrapper")
-    inner = local_tensor(value) if isinstance(value, DTensor) else value
+    inner = own_part(value)
     return inner if defining is not None and type(inner) is defining.LocalShardsWrapper else None
 
 

@@ -24,6 +24,7 @@ from holdfast._tensors.checkpointable import (
     whole_shape,
 )
 from holdfast._tensors.dtensors import local_tensor, memory_of_piece, narrowed, with_local_memory
+from holdfast._tensors.host import has_its_memory
 from holdfast._tensors.layout_table import Layout, LayoutTable
 from holdfast.errors import PlanError
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex
@@ -66,8 +67,7 @@ def refuse_unsavable(key: str, value: Any) -> None:
             a layout that cannot be described as boxes.
     """
     if type(value) in PLAIN_TYPES:
-        if value.is_meta:
-            raise PlanError(f"{key}: a tensor on the meta device has no data to save", key=key)
+        _refuse_without_data(key, value)
         return
     if not is_sharded(value):
         raise PlanError(
@@ -79,8 +79,7 @@ def refuse_unsavable(key: str, value: Any) -> None:
     refuse_undescribable(key, value)
     dtype = dtype_of(value)
     for part in local_parts(value):
-        if part.is_meta:
-            raise PlanError(f"{key}: a tensor on the meta device has no data to save", key=key)
+        _refuse_without_data(key, part)
         if not is_plain_part(part, dtype):
             raise PlanError(
                 f"{key}: this rank's part of a {type(value).__name__} of {dtype} is a tensor of "
@@ -88,6 +87,13 @@ def refuse_unsavable(key: str, value: Any) -> None:
                 f"{type(part).__qualname__}, which cannot be rebuilt from its elements; make it plain first",
                 key=key,
             )
+
+
+def _refuse_without_data(key: str, part: torch.Tensor) -> None:
+    if part.is_meta:
+        raise PlanError(f"{key}: a tensor on the meta device has no data to save", key=key)
+    if not has_its_memory(part):
+        raise PlanError(f"{key}: a tensor whose storage was freed or resized has no data to save", key=key)
 
 
 def refuse_undescribable(key: str, value: Any, layouts: LayoutTable | None = None) -> None:
@@ -111,6 +117,7 @@ def is_plain_part(value: Any, dtype: torch.dtype) -> bool:
         and not value.is_meta
         and not value.is_quantized
         and not value.is_nested
+        and has_its_memory(value)
     )
 
 

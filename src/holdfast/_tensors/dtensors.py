@@ -14,9 +14,7 @@ from holdfast.errors import PlanError
 
 
 class PartOfShard(DTensor):
-    """A DTensor of which it is told what this rank holds, whatever its placements say.
-
-    These tell which ranks hold the same.
+    """A DTensor that is given the boxes that this rank holds. Its placements tell only who holds the same.
 
     Attributes:
         pieces: The boxes that this rank holds.
@@ -152,6 +150,11 @@ def local_tensor(value: DTensor) -> torch.Tensor:
     return local
 
 
+def own_part(value: torch.Tensor) -> torch.Tensor:
+    """This rank's own memory of a DTensor; any other tensor as it is."""
+    return local_tensor(value) if isinstance(value, DTensor) else value
+
+
 def memory_of_piece(value: DTensor, piece: Piece) -> torch.Tensor:
     """The memory of one of the boxes of ``held_pieces``: the local tensor, or a view of it."""
     local = local_tensor(value).detach()
@@ -165,7 +168,9 @@ def narrowed(tensor: torch.Tensor, starts: Sequence[int], lengths: Sequence[int]
     if tensor.shape == lengths:
         return tensor
     for dim, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        tensor = tensor.narrow(dim, start, length)
+        # Some tensor subclasses can be cut in one dimension only.
+        if length != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, start, length)
     return tensor
 
 
@@ -191,7 +196,7 @@ def empty_shards(value: DTensor, device: torch.device, dtype: torch.dtype | None
 
 
 def with_local_memory(value: DTensor, device: torch.device) -> DTensor:
-    """The same tensor, a parameter if it was one, with new, uninitialized memory for this rank's part."""
+    """A copy of the tensor with new, uninitialized memory for this rank's part; a parameter if it was one."""
     if isinstance(value, PartOfShard):
         return around(value, torch.empty_like(local_tensor(value).detach(), device=device))
     made = empty_shards(value, device)

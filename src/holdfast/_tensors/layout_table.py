@@ -1,4 +1,4 @@
-"""What this rank holds of DTensors, worked out once for all tensors of a layout.
+"""The boxes of DTensors that this rank holds, worked out once for all tensors of a layout.
 
 A model of thousands of parameters has a dozen layouts. Asking a mesh, reading placements and finding boxes
 takes some 30 microseconds; looking up a layout that is known takes one.
@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast._tensors.dtensors import PartOfShard, held_pieces, local_tensor
+from holdfast._tensors.host import has_its_memory
 from holdfast._tensors.mesh_layout import Piece
 from holdfast.errors import PlanError
 from holdfast.metadata import ChunkStorageMetadata
@@ -18,7 +19,7 @@ from holdfast.metadata import ChunkStorageMetadata
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Layout:
-    """What DTensors of one mesh, with the same placements and shapes, have in common on this rank.
+    """The boxes that this rank holds of DTensors of one mesh, with the same placements and shapes.
 
     Attributes:
         mesh: The mesh. It is kept alive, so that no other one gets its id.
@@ -50,6 +51,8 @@ class LayoutTable:
             return None
         local = value._local_tensor  # noqa: SLF001 - as local_tensor does
         if type(local) is not torch.Tensor or local.dtype is not dtype or not local.is_contiguous():
+            return None
+        if not has_its_memory(local):
             return None
         try:
             return self.of(value)

@@ -70,7 +70,7 @@ def read_layout(
     cuts: tuple[Cut | None, ...],
     order: tuple[int, ...] | None = None,
 ) -> tuple[HeldRuns, ...]:
-    """What the rank at ``coordinate`` holds, in every meaning that the layout can have.
+    """The runs that the rank at ``coordinate`` holds, in every meaning that the layout can have.
 
     With strided cuts there may be two, which differ only where the tensor does not divide evenly. One is to
     apply the cuts from left to right, as torch does when it distributes a tensor. The other is the order

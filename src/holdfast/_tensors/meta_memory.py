@@ -11,7 +11,7 @@ from holdfast.errors import UsageError
 
 
 def alias_of(value: torch.Tensor) -> Hashable:
-    """What is equal for two tensors on the meta device if they are the same elements of the same storage.
+    """An identity of a meta tensor's elements: equal for two tensors that are the same part of one storage.
 
     A parameter and what ``state_dict`` gives for it are different objects with one alias. It is valid while
     either of them lives.

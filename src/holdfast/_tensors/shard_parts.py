@@ -58,7 +58,7 @@ def find_part_dims(
 def _dims_by_cutting(
     local: torch.Tensor, parts: Mapping[str, torch.Tensor], context: Any, dim: int
 ) -> dict[str, int | None] | None:
-    """What the class does when a tensor like ``local`` is cut; None if it cannot be, or not in proportion."""
+    """See how the class cuts a tensor like ``local``; None if it cannot, or parts do not shrink alike."""
     length = local.shape[dim]
     for shorter, kept in _cut(local, parts, context, dim):
         if type(shorter) is not type(local) or shorter.shape[dim] != kept:
@@ -223,7 +223,7 @@ def divide_part(whole: DTensor, part: torch.Tensor, pieces: Sequence[Piece], dim
 
 def nothing_of(whole: DTensor, shape: torch.Size, dtype: torch.dtype) -> PartOfShard:
     """A part of a divided tensor on a rank that holds nothing of it."""
-    return divided_as(torch.empty(0, dtype=dtype), _spec(whole, tuple(shape), dtype, {}), ())
+    return divided_as(torch.empty(0, dtype=dtype, device="cpu"), _spec(whole, tuple(shape), dtype, {}), ())
 
 
 def _spec(whole: DTensor, shape: tuple[int, ...], dtype: torch.dtype, dims: PartDims) -> DTensorSpec:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from holdfast._geometry import Box
+from holdfast._tensors.dtensors import narrowed
 from holdfast._tensors.tensor_parts import leaves_of, take_apart, why_other
 
 OTHER_BOXES = (
@@ -29,7 +30,7 @@ class CommonParts:
 
 @dataclasses.dataclass
 class SubclassPiece:
-    """What one item fills of a tensor of the state.
+    """The part of a tensor of the state that one item fills.
 
     Attributes:
         key: The flat key of the tensor.
@@ -50,7 +51,7 @@ class SubclassPiece:
     is_only: bool = False
 
     def for_all(self, cut: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Those parts that belong to the whole tensor, whatever box of it is filled."""
+        """Those parts that belong to the whole tensor, and not to a box of it."""
         whole = {} if self.is_only else _leaves(self.target)
         return {name: part for name, part in cut.items() if self.parts[name] is whole.get(name)}
 
@@ -61,7 +62,7 @@ def inside(box: Box, outer: Box) -> Box:
 
 
 def parts_of_cut(tensor: torch.Tensor, box: Box) -> dict[str, torch.Tensor] | None:
-    """What of a tensor's parts is in a box; None if its class cannot be cut so, or copies what it cuts."""
+    """A box of each part of a tensor; None if its class cannot be cut so, or copies when it cuts."""
     cut = _cut(tensor, box)
     if cut is None:
         return None
@@ -121,12 +122,9 @@ def why_unfit(loaded: Any, piece: SubclassPiece, common: CommonParts) -> str | N
 def _cut(tensor: torch.Tensor, box: Box) -> torch.Tensor | None:
     """A box of a tensor; None if its class cannot be cut so."""
     try:
-        for dim, (start, length) in enumerate(zip(*box, strict=True)):
-            if length != tensor.shape[dim]:
-                tensor = torch.narrow(tensor, dim, start, length)
+        return narrowed(tensor, *box)
     except Exception:  # noqa: BLE001 - each class has its own way to say so
         return None
-    return tensor
 
 
 def _leaves(tensor: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from holdfast._tensors.dtensors import held_pieces
+from holdfast._tensors.dtensors import held_pieces, narrowed
 from holdfast._tensors.tensor_parts import TensorParts, put_together, take_apart
 from holdfast.errors import PlanError
 from holdfast.metadata import TensorStorageMetadata
@@ -29,14 +29,18 @@ def make_subclass(stored: TensorParts, parameter: torch.Tensor | None, device: t
     pieces = held_pieces(parameter)
     local = torch.empty(0, dtype=whole.dtype, device=device)
     if len(pieces) == 1:
-        local = _with_memory(_cut_out(whole, pieces[0].offsets, pieces[0].lengths, stored), device)
+        try:
+            cut = narrowed(whole, pieces[0].offsets, pieces[0].lengths)
+        except Exception as error:
+            raise _indivisible(stored, str(error)) from error
+        local = _with_memory(cut, device)
     elif pieces:
         raise _indivisible(stored, "each rank holds several boxes of the parameter")
     return as_parameter_is(local, parameter, TensorMeta(whole.shape, whole.stride(), whole.dtype))
 
 
 def as_parameter_is(local: torch.Tensor, parameter: DTensor, whole: TensorMeta | None = None) -> DTensor:
-    """What this rank holds of a tensor as a DTensor, divided as a parameter is.
+    """Make a DTensor, divided as a parameter is, around this rank's part of it.
 
     Args:
         local: What this rank holds.
@@ -52,16 +56,6 @@ def _on_meta(stored: Any) -> torch.Tensor | None:
     if not isinstance(stored, TensorStorageMetadata):
         return None  # the class will not take it
     return torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
-
-
-def _cut_out(whole: torch.Tensor, offsets: Any, lengths: Any, stored: TensorParts) -> torch.Tensor:
-    try:
-        for dim, (start, length) in enumerate(zip(offsets, lengths, strict=True)):
-            if length != whole.shape[dim]:
-                whole = torch.narrow(whole, dim, start, length)
-    except Exception as error:
-        raise _indivisible(stored, str(error)) from error
-    return whole
 
 
 def _indivisible(stored: TensorParts, reason: str) -> PlanError:

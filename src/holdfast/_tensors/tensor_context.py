@@ -21,7 +21,7 @@ _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
 class Model(NamedTuple):
-    """What a tensor is like whose context is made again.
+    """The facts of a tensor that stand for the marks in its context.
 
     Attributes:
         shape: Its shape.
@@ -107,32 +107,26 @@ def _encode_object(value: Any, shapes: Sequence[Sequence[int]], dtype: torch.dty
 
 def is_same_context(one: Any, other: Any) -> bool:
     """Whether two contexts, as data, mean the same: lists, tuples and sizes of the same entries do."""
-    if not isinstance(one, list) or not isinstance(other, list):
-        return type(one) is type(other) and bool(one == other)
     try:
-        (kind, *rest), (other_kind, *other_rest) = one, other
-        if kind in _MAKE_LIST and other_kind in _MAKE_LIST:
-            return _are_same(rest[0], other_rest[0])
-        if kind != other_kind:
-            return False
-        if kind == "dict":
-            return _are_pairs_same(sorted(rest[0], key=repr), sorted(other_rest[0], key=repr))
-        if kind == "dataclass":
-            return rest[:2] == other_rest[:2] and _are_pairs_same(rest[2], other_rest[2])
-        if kind == "namedtuple":
-            return rest[:2] == other_rest[:2] and _are_same(rest[2], other_rest[2])
+        return bool(_comparable(one) == _comparable(other))
     except (ValueError, TypeError, IndexError):
-        return False
-    # Whether a shape is a list or a tuple does not matter either.
-    return bool(rest[1:] == other_rest[1:] if kind == "shape" else rest == other_rest)
+        return False  # a checkpoint may say anything
 
 
-def _are_pairs_same(ours: list[Any], theirs: list[Any]) -> bool:
-    return len(ours) == len(theirs) and all(map(_are_same, ours, theirs))
-
-
-def _are_same(ours: list[Any], theirs: list[Any]) -> bool:
-    return len(ours) == len(theirs) and all(map(is_same_context, ours, theirs))
+def _comparable(data: Any) -> Any:
+    """Data that equals that of another context if both mean the same."""
+    if not isinstance(data, list):
+        return type(data).__name__, data
+    kind, *rest = data
+    if kind in _MAKE_LIST:
+        return "list", [*map(_comparable, rest[0])]
+    if kind == "shape":  # of a list or a tuple
+        return kind, rest[1:]
+    if kind == "dict":
+        return kind, sorted(([*map(_comparable, entry)] for entry in rest[0]), key=repr)
+    if kind == "dataclass":
+        return kind, rest[:2], [[*map(_comparable, fact)] for fact in rest[2]]
+    return (kind, rest[:2], [*map(_comparable, rest[2])]) if kind == "namedtuple" else data
 
 
 def decode_context(data: Any, like: Model) -> Any:
@@ -199,7 +193,7 @@ def _instance(cls: type, facts: dict[str, Any]) -> Any:
 
 
 def shown(data: Any) -> str:
-    """A context in the words of Python, as far as a message needs it."""
+    """A context for messages, as Python would show it."""
     try:
         return _shown(data)
     except (ValueError, TypeError, IndexError):
@@ -226,7 +220,7 @@ def _shown(data: Any) -> str:
 
 
 def find_imported(module: str, name: str) -> Any:
-    """What a module that the program has imported calls ``name``.
+    """Look up ``name`` in a module that the program has imported.
 
     Raises:
         TypeError: The program has not imported it.

@@ -100,6 +100,8 @@ def _sample_places(shape: torch.Size, itemsize: int) -> torch.Tensor:
     """For each dimension the indices of the sample's elements."""
     count = shape.numel()
     run, end, stride = _sample_sizes(count, itemsize)
-    runs = torch.arange(_RUNS).unsqueeze(1) * stride + torch.arange(run)
-    flat = torch.cat([torch.arange(end), runs.flatten(), torch.arange(count - end, count)])
+    runs = torch.arange(_RUNS, device="cpu").unsqueeze(1) * stride + torch.arange(run, device="cpu")
+    flat = torch.cat(
+        [torch.arange(end, device="cpu"), runs.flatten(), torch.arange(count - end, count, device="cpu")]
+    )
     return torch.stack(torch.unravel_index(flat, shape))

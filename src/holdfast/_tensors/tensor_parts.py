@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast._tensors.checkpointable import has_methods
 from holdfast._tensors.chunks import PLAIN_TYPES, is_tensor
-from holdfast._tensors.dtensors import PartOfShard, around, held_pieces, local_tensor
+from holdfast._tensors.dtensors import PartOfShard, around, held_pieces, local_tensor, own_part
 from holdfast._tensors.shard_parts import divide_part, find_part_dims
 from holdfast._tensors.tensor_context import (
     Model,
@@ -54,7 +54,7 @@ class TensorParts(dict[str, Any]):
         return ".".join(map(str, self.about.get("class", ())))
 
     def with_parts(self, change: Callable[[Any], Any]) -> "TensorParts":
-        """The same with ``change`` of each part that has no parts itself."""
+        """A copy, with ``change`` applied to each part that has no parts itself."""
         made = {
             name: part.with_parts(change) if isinstance(part, TensorParts) else change(part)
             for name, part in self.items()
@@ -118,7 +118,7 @@ def has_parts(kind: type) -> bool:
 
 def is_made_of_parts(value: torch.Tensor) -> bool:
     """Whether a tensor, or this rank's part of a DTensor, is of such a class. Nested tensors are not."""
-    inner = local_tensor(value) if isinstance(value, DTensor) else value
+    inner = own_part(value)
     return has_parts(type(inner)) and is_tensor(inner)
 
 
@@ -131,7 +131,7 @@ def take_apart(value: torch.Tensor, key: str) -> TensorParts:
     Raises:
         PlanError: Its context cannot be kept as data, or it cannot be known how a part is divided over ranks.
     """
-    inner = local_tensor(value) if isinstance(value, DTensor) else value
+    inner = own_part(value)
     try:
         names, context = inner.__tensor_flatten__()  # type: ignore[attr-defined]
         parts = {name: _part(inner, name) for name in names}
@@ -190,7 +190,7 @@ def _unsavable(value: torch.Tensor, key: str, reason: str) -> PlanError:
 
 def put_together(template: torch.Tensor, parts: TensorParts) -> torch.Tensor:
     """The template, if ``parts`` are still its own; otherwise a tensor like it around these parts."""
-    inner = local_tensor(template) if isinstance(template, DTensor) else template
+    inner = own_part(template)
     names, context = inner.__tensor_flatten__()  # type: ignore[attr-defined]
     made: dict[str, torch.Tensor] = {}
     for name in names:

@@ -22,22 +22,22 @@ def _works_as_torchs(plugin: Any, module: str, name: str) -> bool:
 
 
 def our_save_planner(planner: Any) -> SavePlanner:
-    """A planner that works with our records, whoever made it."""
+    """The planner, or one of torch's wrapped so that it works with our records."""
     return _SavePlannerOfTorch(planner) if _works_as_torchs(planner, "planner", "SavePlanner") else planner
 
 
 def our_load_planner(planner: Any) -> LoadPlanner:
-    """A planner that works with our records, whoever made it."""
+    """The planner, or one of torch's wrapped so that it works with our records."""
     return _LoadPlannerOfTorch(planner) if _works_as_torchs(planner, "planner", "LoadPlanner") else planner
 
 
 def our_storage_writer(writer: Any) -> StorageWriter:
-    """A writer that works with our records, whoever made it."""
+    """The writer, or one of torch's wrapped so that it works with our records."""
     return _WriterOfTorch(writer) if is_writer_of_torch(writer) else writer
 
 
 def our_storage_reader(reader: Any) -> StorageReader:
-    """A reader that works with our records, whoever made it."""
+    """The reader, or one of torch's wrapped so that it works with our records."""
     return _ReaderOfTorch(reader) if is_reader_of_torch(reader) else reader
 
 
@@ -59,7 +59,7 @@ def _then(future: "Future[Any]", convert: Callable[[Any], T]) -> "Future[T]":
 
 
 def _as_usable_as(plan: SavePlan, prepared: SavePlan) -> SavePlan:
-    """What a storage made of ``plan``, which may say "as last time": the plans of torch 2.6 cannot."""
+    """The prepared plan, which says "as last time" if ``plan`` does: plans of torch 2.6 cannot say it."""
     return prepared if plan.usable else dataclasses.replace(prepared, usable=False)
 
 
@@ -156,14 +156,14 @@ class _ReaderOfTorch(_OfTorch, StorageReader):
 
 
 def _planner_for_torch(planner: Any) -> Any:
-    """What a storage of torch's is given: torch's own planner as it is, for the two may share more."""
+    """The planner for a storage of torch's. One of torch's own is passed as it is: the two may share more."""
     if isinstance(planner, _SavePlannerOfTorch | _LoadPlannerOfTorch):
         return planner.inner
     return _PlannerForTorch(planner)
 
 
 class _PlannerForTorch:
-    """What a storage of torch's sees of a planner of ours: it takes torch's items."""
+    """A planner of ours for a storage of torch's: it takes torch's items."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

@@ -16,7 +16,7 @@ from holdfast import metadata as our_metadata_module
 from holdfast import planner as our_planner_module
 from holdfast import storage as our_storage_module
 from holdfast._deferred import DeferredDict, DeferredList
-from holdfast._format.typed_key import TypedKey
+from holdfast._format.paths import TypedKey
 
 F = TypeVar("F", bound=Callable[..., Any])
 

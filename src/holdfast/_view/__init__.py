@@ -1,1 +1,1 @@
-"""A checkpoint that somebody looks into: values by key and by slice, for torch or for numpy."""
+"""Looking into a checkpoint: values by key and by slice, for torch or for numpy."""

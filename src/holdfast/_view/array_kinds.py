@@ -28,7 +28,7 @@ class Arrays(Protocol):
 
 
 def arrays_of(framework: Framework) -> Arrays:
-    """What makes the memory for a framework.
+    """The factory of arrays for a framework.
 
     Raises:
         UsageError: It is neither ``"torch"`` nor ``"numpy"``.
@@ -111,7 +111,7 @@ class TorchArrays:
         """A tensor; see ``Arrays``."""
         import torch  # noqa: PLC0415 - it takes seconds
 
-        return torch.empty(shape, dtype=getattr(torch, dtype))
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
 
     def target(self, key: str, array: Any, box: Box) -> BoxTarget:
         """A box of it; see ``Arrays``."""

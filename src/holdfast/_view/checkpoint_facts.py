@@ -1,4 +1,4 @@
-"""What a view tells of a checkpoint: as a whole, of each key, and in a notebook."""
+"""The facts that a view tells of a checkpoint: as a whole, of each key, and in a notebook."""
 
 import html
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ class ChunkInfo:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a tensor without reading it.
+    """A tensor, as far as it is known without reading it.
 
     Attributes:
         key: Its flat key.
@@ -64,7 +64,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """What is known of a value that is not a tensor, without reading it.
+    """A value that is not a tensor, as far as it is known without reading it.
 
     Attributes:
         key: Its flat key.
@@ -81,7 +81,7 @@ class ObjectInfo:
 
 @dataclass(frozen=True)
 class CheckpointMetadata:
-    """What is known of a checkpoint as a whole. What its format does not say is None.
+    """The facts of a checkpoint as a whole. Facts that its format does not have are None.
 
     Attributes:
         format: The format and its version: ``holdfast 1.3``, ``torch``, ``torch.save``, ``safetensors``.
@@ -110,7 +110,7 @@ class CheckpointMetadata:
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """What a verification has found.
+    """The result of a verification.
 
     Attributes:
         damages: All that is wrong, by file and place.
@@ -134,7 +134,7 @@ class VerifyResult:
 
 
 def metadata_of(part: Inventory) -> CheckpointMetadata:
-    """What an inventory says of a checkpoint as a whole."""
+    """The facts of a checkpoint as a whole."""
     created = part.created_ns and datetime.fromtimestamp(part.created_ns / 1e9, timezone.utc)
     return CheckpointMetadata(
         part.format,
@@ -151,7 +151,7 @@ def metadata_of(part: Inventory) -> CheckpointMetadata:
 
 
 def info_of(part: Inventory, entry: TensorEntry | ObjectEntry) -> TensorInfo | ObjectInfo:
-    """What is known of one key."""
+    """The facts of one key."""
     if isinstance(entry, ObjectEntry):
         item = entry.item
         if item is None:

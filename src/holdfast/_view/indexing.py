@@ -9,7 +9,7 @@ from holdfast.errors import UsageError
 
 
 class IndexedBox(NamedTuple):
-    """What an index selects.
+    """The elements that an index selects.
 
     Attributes:
         box: The smallest box that has it all.
@@ -33,7 +33,7 @@ class IndexedBox(NamedTuple):
 
 
 def select(shape: Ints, index: Any) -> IndexedBox:
-    """What an index of a tensor of a shape selects: integers, slices with positive steps, and an Ellipsis.
+    """Resolve an index of a tensor of a shape: integers, slices with positive steps, and an Ellipsis.
 
     Raises:
         IndexError: An integer is out of range, or there are too many.

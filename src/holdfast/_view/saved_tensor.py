@@ -198,7 +198,7 @@ def _incomplete(key: str, problem: str) -> IncompleteCheckpointError:
 
 
 def _finished(array: Any, wanted: IndexedBox) -> Any:
-    """What the index means, of what was read."""
+    """Apply the steps and integers of the index to the array that was read."""
     if tuple(array.shape) != wanted.shape:
         array = array[tuple(slice(None, None, step) for step in wanted.steps)]
         # What lies between is not kept in memory.

@@ -14,8 +14,7 @@ import threading
 from collections.abc import Sequence
 
 from holdfast.cli.arguments import make_parser
-from holdfast.cli.error_lines import complain, explain
-from holdfast.cli.exit_codes import FINE, INTERRUPTED, NOBODY_READS, TERMINATED
+from holdfast.cli.exit_codes import FINE, INTERRUPTED, NOBODY_READS, TERMINATED, complain, explain
 from holdfast.errors import CheckpointError
 
 __all__ = ["main"]

@@ -6,12 +6,11 @@ import uuid
 
 from holdfast._format.names import METADATA, is_leftover, parse_data_file, save_of_lease
 from holdfast._io.lease import take_lease
-from holdfast._io.living_leases import EXPIRY_SECONDS, living_and_dead
+from holdfast._io.lease_file import EXPIRY_SECONDS, living_and_dead
 from holdfast._io.store import ByteStore
 from holdfast._steps.root_files import steps_being_deleted
 from holdfast._steps.step_deletion import finish_deletion
-from holdfast.cli.error_lines import explain
-from holdfast.cli.exit_codes import FINE
+from holdfast.cli.exit_codes import FINE, explain
 from holdfast.cli.run_steps import open_root
 from holdfast.cli.text import counted, printable, write_json, write_lines
 

@@ -3,8 +3,7 @@
 import argparse
 import sys
 
-from holdfast.cli.error_lines import complain
-from holdfast.cli.exit_codes import FINE, exit_code
+from holdfast.cli.exit_codes import FINE, complain, exit_code
 from holdfast.cli.text import Style, counted, printable, size_text, write_json, write_lines
 from holdfast.errors import UnsafeMetadataError
 

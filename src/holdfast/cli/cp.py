@@ -6,6 +6,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from holdfast._any_format import open_checkpoint
 from holdfast._contents.absence import refuse_folder_of_run
@@ -139,7 +140,8 @@ class _CopiedPart:
             lease.check()
             self.target.replace(self.name, self.data, overwrite=self.arguments.overwrite)
         except BaseException:
-            if not cleanup.discard_files(self.target, self.part.files, rank=rank):
+            used = partial(cleanup.files_named_by, self.target, self.name)
+            if not cleanup.discard_files(self.target, self.part.files, used):
                 lease.leave()
             raise
         footer = self.data[-metadata_file.FOOTER_NBYTES :]
@@ -176,7 +178,7 @@ class _CopiedPart:
     def _check(self) -> None:
         """Read the copy, and compare every byte with the checksums of the checkpoint."""
         report = Findings()
-        jobs = list(part_jobs(self.target, self.part, self.target.list(), report))
+        jobs = list(part_jobs(self.target, self.part, self.target.sizes(self.part.files), report))
         with self._showing("checking", sum(self.part.files.values())) as tracker:
             report.on_progress = tracker.advance
             pool.run(jobs, threads=_THREADS)

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ Entry = TensorEntry | ObjectEntry
 
 @dataclass
 class _Difference:
-    """What two checkpoints differ in.
+    """The differences between two checkpoints.
 
     Attributes:
         only_first: Keys that the second one does not have.
@@ -46,7 +46,7 @@ class _Difference:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is none."""
+        """Whether the checkpoints are equal."""
         return not (self.only_first or self.only_second or self.kinds or self.values or self.damaged)
 
 
@@ -72,7 +72,7 @@ def _compare(first: str, second: str) -> _Difference:
         damaged=[
             {"path": path, "file": file["name"], "state": file["state"]}
             for path, place, part in zip((first, second), places, parts, strict=True)
-            for file in states_of_files(part, place.sizes())
+            for file in states_of_files(part, place.sizes(part))
             if file["state"] != "present"
         ],
     )
@@ -87,20 +87,21 @@ def _compare(first: str, second: str) -> _Difference:
             found.by_checksum += 1
         else:
             unknown.append(entry)
-    found.equal = found.by_checksum
     if unknown:
-        # These bring torch, which takes seconds: only what checksums do not tell needs it.
-        from holdfast.cli.value_difference import difference_of  # noqa: PLC0415
-        from holdfast.reader import open as open_view  # noqa: PLC0415
-
-        with open_view(first) as one, open_view(second) as other_one:
-            for entry in unknown:
-                difference = difference_of(one[entry.key], other_one[entry.key])
-                if difference is None:
-                    found.equal += 1
-                else:
-                    found.values.append({"key": entry.key, **difference})
+        found.values = _different_values(first, second, unknown)
+    found.equal = found.by_checksum + len(unknown) - len(found.values)
     return found
+
+
+def _different_values(first: str, second: str, entries: Iterable[Entry]) -> list[dict[str, Any]]:
+    """By how much values differ, of those entries whose values do."""
+    # These bring torch, which takes seconds: only what checksums do not tell needs it.
+    from holdfast.cli.value_difference import difference_of  # noqa: PLC0415
+    from holdfast.reader import open as open_view  # noqa: PLC0415
+
+    with open_view(first) as ours, open_view(second) as theirs:
+        differences = ((entry.key, difference_of(ours[entry.key], theirs[entry.key])) for entry in entries)
+        return [{"key": key, **difference} for key, difference in differences if difference is not None]
 
 
 def _read(checkpoint: Checkpoint) -> Inventory:

@@ -22,7 +22,7 @@ exit codes:
 
 
 class CommandHelp(NamedTuple):
-    """What ``--help`` says of a command.
+    """The help of a command.
 
     Attributes:
         summary: In the list of commands.

@@ -11,10 +11,8 @@ from typing import Any
 
 from holdfast._any_format import open_checkpoint
 from holdfast._contents.inventory import Inventory, ObjectEntry, TensorEntry
-from holdfast._contents.opening import Checkpoint
 from holdfast._format.item_table import StorageInfo
-from holdfast.cli.error_lines import complain, run_each
-from holdfast.cli.exit_codes import FINE, WRONG_USAGE
+from holdfast.cli.exit_codes import FINE, WRONG_USAGE, complain, run_each
 from holdfast.cli.small_objects import as_json, read_small, value_text
 from holdfast.cli.text import (
     Style,
@@ -64,7 +62,8 @@ def _list(path: str, arguments: argparse.Namespace) -> int:
         write_run(path, steps, as_json=arguments.json)
         return FINE
     parts = [(part, _pick(part, arguments)) for part in checkpoint.parts()]
-    values = [_values(checkpoint, entries, arguments) for _, entries in parts]
+    # The values of small objects that will be seen.
+    values = [{} if arguments.depth is not None else read_small(checkpoint, entries) for _, entries in parts]
     if arguments.json:
         write_json(_document(path, parts, values))
     else:
@@ -76,11 +75,6 @@ def _list(path: str, arguments: argparse.Namespace) -> int:
         words = " ".join(arguments.globs)
         return complain(f"{path}: no key matches {words}; there are {counted(total, 'key')}", WRONG_USAGE)
     return FINE
-
-
-def _values(checkpoint: Checkpoint, entries: list[Entry], arguments: argparse.Namespace) -> dict[str, Any]:
-    """The values of small objects that will be seen."""
-    return {} if arguments.depth is not None else read_small(checkpoint, entries)
 
 
 def _pick(part: Inventory, arguments: argparse.Namespace) -> list[Entry]:
@@ -102,16 +96,18 @@ def _lines(
     folded = [] if arguments.flat or arguments.globs else [e for e in entries if kept_key(e.key)]
     # One line stands for what may be a hundred statistics of each of a hundred ranks.
     shown = [entry for entry in entries if not kept_key(entry.key)] if folded else entries
-    rows = (
-        _flat_rows(entries, values) if arguments.flat else _tree_rows(part, shown, values, arguments, style)
-    )
-    lines = aligned(list(rows), right=(3,))
+    rows: list[tuple[str, ...]]
+    if arguments.flat:
+        rows = [(printable(entry.key), *_facts(entry, values)) for entry in entries]
+    else:
+        rows = list(_tree_rows(part, shown, values, arguments, style))
+    lines = aligned(rows, right=(3,))
     title = [] if part.rank is None else [style.bold(f"rank {part.rank}")]
     return [*title, *lines, *map(style.dim, _kept_line(folded)), style.dim(_totals(part, entries))]
 
 
 def _kept_line(kept: list[Entry]) -> list[str]:
-    """What was kept for single ranks, in one line; none if there is nothing."""
+    """One line about values that were kept for single ranks; none if there are none."""
     if not kept:
         return []
     told = [found for entry in kept if (found := kept_key(entry.key))]
@@ -119,11 +115,6 @@ def _kept_line(kept: list[Entry]) -> list[str]:
     ranks = counted(len({found.rank for found in told}), "rank")
     size = size_text(sum(map(entry_nbytes, kept)))
     return [f"{keys} with other values on {ranks}, {size}: see '{KEPT}*'"]
-
-
-def _flat_rows(entries: list[Entry], values: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    for entry in entries:
-        yield (printable(entry.key), *_facts(entry, values))
 
 
 def _tree_rows(
@@ -174,7 +165,9 @@ def _totals(part: Inventory, entries: list[Entry]) -> str:
 def _document(
     path: str, parts: list[tuple[Inventory, list[Entry]]], values: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    tensors = [_tensor(part, entry) for part, of_part in parts for entry in of_part if _is_tensor(entry)]
+    tensors = [
+        _tensor(part, entry) for part, of_part in parts for entry in of_part if isinstance(entry, TensorEntry)
+    ]
     objects = [
         {
             "rank": part.rank,
@@ -195,11 +188,7 @@ def _document(
     return {"schema": "holdfast.ls/1", "path": path, "tensors": tensors, "objects": objects, "totals": totals}
 
 
-def _is_tensor(entry: Entry) -> bool:
-    return isinstance(entry, TensorEntry)
-
-
-def _tensor(part: Inventory, entry: Any) -> dict[str, Any]:
+def _tensor(part: Inventory, entry: TensorEntry) -> dict[str, Any]:
     return {
         "rank": part.rank,
         "key": entry.key,

@@ -58,7 +58,7 @@ def _needed_policy(arguments: argparse.Namespace) -> KeepPolicy:
 
 
 def keep_policy(arguments: argparse.Namespace) -> KeepPolicy | None:
-    """What the options say that is kept; None if they say nothing.
+    """The policy that the options describe; None if none was given.
 
     Raises:
         UsageError: They make no sense together.

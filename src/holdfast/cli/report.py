@@ -7,8 +7,7 @@ from holdfast._any_format import open_checkpoint
 from holdfast._contents.findings import Findings
 from holdfast._contents.opening import Checkpoint
 from holdfast._contents.verifying import check_checkpoint, limits
-from holdfast.cli.error_lines import check_output
-from holdfast.cli.exit_codes import DAMAGED, FINE
+from holdfast.cli.exit_codes import DAMAGED, FINE, check_output
 from holdfast.cli.pages.checkpoint_page import Integrity, checkpoint_page
 from holdfast.cli.pages.joined_parts import join_parts
 from holdfast.cli.pages.run_page import run_page
@@ -39,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
             "folder of a run"
         )
     part = join_parts(list(checkpoint.parts()))
-    summary = summarize(part, checkpoint.store, checkpoint.store.list())
+    summary = summarize(part, checkpoint.store, checkpoint.sizes(part))
     wrong = [f"{file['name']}: {file['state']}" for file in summary["files"] if file["state"] != "present"]
     integrity = _verified(checkpoint, arguments) if arguments.verify else Integrity(wrong)
     _write(arguments, checkpoint_page(arguments.path, part, summary, integrity), integrity)

@@ -35,7 +35,7 @@ def find_run(path: str) -> list[dict[str, Any]]:
 
 
 def _describe(root: RunRoot, name: str, step: Step | None, commit: FileFacts | None) -> dict[str, Any] | None:
-    """What is told of a folder; None if nothing of a checkpoint is in it."""
+    """The row of a folder; None if nothing of a checkpoint is in it."""
     try:
         files = root.open_step(name).list()
     except PermissionError:

@@ -69,14 +69,14 @@ def check_is_run(root: RunRoot, found: StepList) -> None:
 
 
 def state_of(step: Step) -> str:
-    """What a step is, in a word."""
+    """The state of a step, in a word."""
     if step.commit is None:
         return "incomplete" if step.unseen is None else UNREADABLE
     return "damaged" if step.is_damaged else "complete"
 
 
 def notes_of(step: Step) -> list[str]:
-    """What else is known of a step."""
+    """More facts of a step, in a few words each."""
     pinned = ["pinned"] if step.is_pinned else []
     return [*pinned, "from before the run went back"] if step.is_abandoned else pinned
 
@@ -89,5 +89,5 @@ def time_of(commit: FileFacts | None) -> str | None:
 
 
 def time_text(time: str | None) -> str:
-    """The same for people; empty if it is not known."""
+    """A time of ``time_of`` for people; empty if it is not known."""
     return (time or "").replace("T", " ").replace("+00:00", " UTC")

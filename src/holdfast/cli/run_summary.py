@@ -44,7 +44,7 @@ class RunStep(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """What was read of one step; None is not known."""
+    """The facts that were read of one step; None if unknown."""
 
     nbytes: int | None = None
     seconds: float | None = None
@@ -103,7 +103,7 @@ def _read_step(place: FileSource, step: Step) -> _Read:
 def _reasons(
     found: StepList, known: Mapping[int, Mapping[str, Mapping[str, float]]], keep: KeepPolicy | None
 ) -> dict[int, list[str]]:
-    """Why each step stays, whatever deletes."""
+    """For each step the reasons why a prune leaves it, in a few words each."""
     reasons: dict[int, list[str]] = {}
     usable = found.usable
     for step in found:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from holdfast._any_format import open_checkpoint
-from holdfast.cli.error_lines import run_each
-from holdfast.cli.exit_codes import DAMAGED, FINE
+from holdfast.cli.exit_codes import DAMAGED, FINE, run_each
 from holdfast.cli.summary import summarize
 from holdfast.cli.text import Style, aligned, counted, printable, size_text, write_json, write_lines
 
@@ -30,8 +29,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show(path: str, arguments: argparse.Namespace) -> int:
     checkpoint = open_checkpoint(path)
-    sizes = checkpoint.sizes()
-    parts = [summarize(part, checkpoint.store, sizes) for part in checkpoint.parts()]
+    found = list(checkpoint.parts())
+    sizes = checkpoint.sizes(*found)
+    parts = [summarize(part, checkpoint.store, sizes) for part in found]
     if arguments.json:
         write_json({"schema": "holdfast.show/1", "path": path, "parts": parts})
     else:

@@ -40,7 +40,7 @@ def model_like(nbytes: int) -> dict[str, torch.Tensor]:
         for name, times in layer.items():
             rows = min(times * width, max(1, left // width))
             state[f"layers.{number}.{name}.weight"] = torch.randint(
-                -(1 << 15), 1 << 15, (rows, width), dtype=torch.int16
+                -(1 << 15), 1 << 15, (rows, width), dtype=torch.int16, device="cpu"
             ).view(torch.bfloat16)
             left -= rows * width
             if left <= 0:

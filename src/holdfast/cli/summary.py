@@ -14,7 +14,7 @@ __all__ = ["states_of_files", "summarize"]
 
 
 def summarize(part: Inventory, store: FileSource, sizes: dict[str, int]) -> dict[str, Any]:
-    """What one metadata file says, and what the folder has of it.
+    """Summarize one metadata file, and which of its data files are there.
 
     Args:
         part: The metadata.
@@ -27,7 +27,8 @@ def summarize(part: Inventory, store: FileSource, sizes: dict[str, int]) -> dict
     created_ns, source, created = part.created_ns, "metadata", None
     if created_ns is None:
         # torch does not say when; its last act was to write this file.
-        created_ns, source = _file_time(store, name or next(iter(part.files), "")), "file time"
+        dated = name or next(iter(part.files), "")
+        created_ns, source = store.modified_ns(dated) if dated else None, "file time"
     if created_ns is not None:
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created_ns // 1_000_000_000))
     return {
@@ -54,10 +55,6 @@ def summarize(part: Inventory, store: FileSource, sizes: dict[str, int]) -> dict
         "files": states_of_files(part, sizes),
         "user_metadata": {key: as_json(value) for key, value in part.user_metadata.items()},
     }
-
-
-def _file_time(store: FileSource, name: str) -> int | None:
-    return store.modified_ns(name) if name else None
 
 
 def _by_dtype(part: Inventory) -> list[dict[str, Any]]:

@@ -33,19 +33,19 @@ class Style:
         self.has_lines = encoding.lower().replace("-", "").startswith("utf")
 
     def dim(self, text: str) -> str:
-        """Less important."""
+        """The text in the style of details."""
         return self._paint("2", text)
 
     def bold(self, text: str) -> str:
-        """More important."""
+        """The text in the style of titles."""
         return self._paint("1", text)
 
     def good(self, text: str) -> str:
-        """All is well."""
+        """The text in the colour of good news."""
         return self._paint("32", text)
 
     def bad(self, text: str) -> str:
-        """Something is wrong."""
+        """The text in the colour of errors."""
         return self._paint("1;31", text)
 
     def _paint(self, code: str, text: str) -> str:

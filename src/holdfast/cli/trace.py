@@ -8,9 +8,8 @@ from holdfast._any_format import open_checkpoint
 from holdfast._human_units import rate_text, seconds_text, size_text
 from holdfast._record_outputs.chrome_trace import chrome_trace
 from holdfast._transfer_record import PhaseSummary, TransferRecord
-from holdfast.cli.error_lines import check_output
-from holdfast.cli.exit_codes import FINE
-from holdfast.cli.save_record import joined_record
+from holdfast.cli.exit_codes import FINE, check_output
+from holdfast.cli.pages.joined_parts import joined_record
 from holdfast.cli.text import aligned, counted, printable, write_json, write_lines
 from holdfast.errors import CheckpointNotFoundError
 

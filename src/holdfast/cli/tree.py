@@ -1,10 +1,10 @@
 """Keys as a tree: which are below which, and how large everything below a node is."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from holdfast._contents.inventory import ObjectEntry, TensorEntry
-from holdfast._format.typed_key import TypedKey
+from holdfast._format.paths import TypedKey
 from holdfast.cli.text import printable
 
 __all__ = ["Node", "branches", "entry_nbytes", "make_tree"]
@@ -64,7 +64,7 @@ def make_tree(entries: Iterable[Entry], paths: dict[str, tuple[Any, ...]], order
             node.count += 1
         node.entry = entry
     if order is not None:
-        _sort(root, _by_size if order == "size" else _by_name)
+        _sort(root, order)
     return root
 
 
@@ -79,20 +79,15 @@ def _label(step: Any) -> str:
     return printable(step) if isinstance(step, str) else f"[{step}]"
 
 
-def _by_size(node: Node) -> tuple[int, str]:
-    return (-node.nbytes, node.label)
-
-
-def _by_name(node: Node) -> str:
-    return node.label
-
-
-def _sort(root: Node, key: Callable[[Node], Any]) -> None:
+def _sort(root: Node, order: Order) -> None:
     waiting = [root]
     while waiting:
         node = waiting.pop()
         if len(node.children) > 1:
-            node.children = dict(sorted(node.children.items(), key=lambda pair: key(pair[1])))
+            below = sorted(node.children.items(), key=lambda pair: pair[1].label)
+            if order == "size":
+                below.sort(key=lambda pair: -pair[1].nbytes)
+            node.children = dict(below)
         waiting.extend(node.children.values())
 
 

@@ -58,7 +58,7 @@ class _TensorDifference:
         self.distance += float(distance.sum())
 
     def document(self) -> dict[str, Any] | None:
-        """What is said of them; None if they are equal."""
+        """The difference as a document; None if the tensors are equal."""
         if not self.differing:
             return None
         return {

@@ -10,8 +10,7 @@ from holdfast._contents.findings import Damage, Findings
 from holdfast._contents.inventory import Inventory
 from holdfast._contents.verifying import check_checkpoint, limits
 from holdfast._human_units import some_of
-from holdfast.cli.error_lines import run_each
-from holdfast.cli.exit_codes import DAMAGED, FINE
+from holdfast.cli.exit_codes import DAMAGED, FINE, run_each
 from holdfast.cli.text import Style, counted, printable, size_text, write_json, write_lines
 
 __all__ = ["run", "where_text"]
@@ -75,7 +74,7 @@ def _lines(
 
 
 def _verdict(report: Findings) -> str:
-    """What is said of a checkpoint in which nothing is damaged."""
+    """The verdict on a checkpoint in which nothing is damaged."""
     if not report.unchecked:
         return "sound"
     return "sound as far as it could be checked" if report.checked_nbytes else "complete, content not checked"

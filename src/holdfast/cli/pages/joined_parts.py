@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from holdfast._contents.inventory import Inventory, ObjectEntry, TensorEntry
 from holdfast._format.dtypes import DTYPES
-from holdfast.cli.save_record import joined_record
+from holdfast._transfer_record import TransferRecord, summarize
 
-__all__ = ["join_parts"]
+__all__ = ["join_parts", "joined_record"]
 
 
 def join_parts(parts: Sequence[Inventory]) -> Inventory:
@@ -42,3 +42,24 @@ def _named(entry: TensorEntry | ObjectEntry, rank: int | None) -> TensorEntry | 
         elements = sum(math.prod(chunk.lengths) for chunk in entry.chunks)
         nbytes = elements * DTYPES[entry.dtype].itemsize
     return entry._replace(key=key, nbytes=nbytes)
+
+
+def joined_record(records: Iterable[TransferRecord | None]) -> TransferRecord | None:
+    """The records of the parts of a checkpoint as one; None if no part has one."""
+    found = [record for record in records if record is not None]
+    if len(found) < 2:
+        return found[0] if found else None
+    first = min(found, key=lambda part: part.started_at)
+    rows = [
+        dataclasses.replace(row, start=row.start + part.started_at - first.started_at)
+        for part in found
+        for row in part.ranks
+    ]
+    return dataclasses.replace(
+        first,
+        world_size=len(rows),
+        seconds=max(row.start + row.seconds for row in rows),
+        nbytes=sum(part.nbytes for part in found),
+        phases=summarize(rows),
+        ranks=rows,
+    )

@@ -54,13 +54,13 @@ def facts(rows: dict[str, str]) -> str:
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """What colours mean: names, each with the class of its colour."""
+    """The meaning of colours: names, each with the class of its colour."""
     cells = (f'<span><i class="{colour}"></i>{as_html(name)}</span>' for name, colour in entries)
     return element("div", "".join(cells), class_="legend")
 
 
 def scale_legend(first: str, shades: Iterable[str], last: str) -> str:
-    """What a scale of colours means: the names of its ends."""
+    """The meaning of a scale of colours: the names of its ends."""
     strip = "".join(f'<i class="{shade}"></i>' for shade in shades)
     return element("div", f"<b>{as_html(first)}</b>{strip}<b>{as_html(last)}</b>", class_="legend strip")
 

@@ -28,7 +28,7 @@ class _Piece(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """What tensors have in common that are divided alike: their shape, dtype and chunks."""
+    """Tensors that are divided alike have one layout: the same shape, dtype and chunks."""
 
     shape: Ints
     dtype: str
@@ -36,7 +36,7 @@ class _Layout(NamedTuple):
 
 
 def rank_legend(colours: RankColours) -> str:
-    """What the colours of ranks mean: a name for each, or the ends of the scale."""
+    """The meaning of the colours of ranks: a name for each, or the ends of the scale."""
     ranks = colours.ranks
     if colours.is_scale:
         shades = dict.fromkeys(map(colours.of, ranks))

@@ -39,7 +39,7 @@ def key_html(key: str) -> str:
 
 
 def _title(hint: str) -> str:
-    """What is shown while the mouse is on an element."""
+    """A text that is shown while the mouse is on an element."""
     return f"<title>{chr(10).join(map(as_html, hint.split(chr(10))))}</title>" if hint else ""
 
 

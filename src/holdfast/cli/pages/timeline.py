@@ -38,7 +38,7 @@ class Straggler(NamedTuple):
 
 
 def stragglers(record: TransferRecord) -> list[Straggler]:
-    """Who was much slower than the others, and where; what cost most comes first.
+    """The ranks that were much slower than the others, and in which phase; the most costly first.
 
     Much is half as long again as the median, and above it by a tenth of the whole time and 50 milliseconds.
     """

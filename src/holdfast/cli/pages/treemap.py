@@ -79,7 +79,7 @@ def _steps_down(node: Node, *, nearly_all: float = 1.0) -> tuple[str, Node]:
 
 
 def _parts(node: Node) -> list[Node]:
-    """What is below a node and takes space, the largest first; if there is too much, the smallest as one."""
+    """The children of a node that take space, the largest first; of too many, the smallest are joined."""
     parts = sorted((below for below in node.children.values() if below.nbytes), key=lambda n: -n.nbytes)
     if len(parts) <= _MOST_PARTS:
         return parts
