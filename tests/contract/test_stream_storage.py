@@ -16,7 +16,7 @@ from tests.contract.stream_file_systems import (
 )
 
 import holdfast as hf
-from holdfast.errors import ChecksumError, StorageError, UsageError
+from holdfast.errors import CheckpointNotFoundError, ChecksumError, StorageError, UsageError
 
 PLACE = "mem://run/1"
 
@@ -55,6 +55,32 @@ def test_each_save_replaces_the_one_before_and_its_files(kind: type[MemoryFileSy
         assert _load(kind()) == value
         assert {name.rpartition("/")[0] for name in kind.files} == {PLACE}
         assert sorted(name[-7:] for name in kind.files) == [".distcp", ".distcp", "etadata"]
+
+
+def test_a_rename_that_does_nothing_and_does_not_say_so_loses_no_checkpoint() -> None:
+    class Silent(MemoryFileSystem):
+        def rename(self, path: Any, new_path: Any) -> None:
+            if str(new_path) not in self.files:
+                super().rename(path, new_path)
+
+    for value in (1.0, 2.0):
+        _save(value, Silent())
+        assert _load(Silent()) == value
+    assert len(MemoryFileSystem.files) == 2
+
+
+def test_a_first_start_is_told_where_files_cannot_be_listed() -> None:
+    with pytest.raises(CheckpointNotFoundError, match="nothing is there"):
+        _load(MemoryFileSystem())
+
+
+def test_parts_of_ranks_are_found_where_files_cannot_be_listed() -> None:
+    hf.save(
+        {"a": torch.ones(3)}, storage_writer=StreamWriter(PLACE, MemoryFileSystem()), use_collectives=False
+    )
+    state = {"a": torch.zeros(3)}
+    hf.load(state, storage_reader=StreamReader(PLACE, MemoryFileSystem()))
+    assert state["a"].sum() == 3
 
 
 def test_a_reader_and_a_writer_are_moved_to_another_place_of_their_file_system() -> None:

@@ -88,8 +88,9 @@ def test_a_new_checkpoint_that_does_not_fit_is_an_error_of_its_own(folder: Path)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no notes on exceptions")
-def test_what_the_first_attempt_changed_is_not_concealed(folder: Path) -> None:
-    state = state_of(0)
+def test_what_the_first_attempt_changed_is_not_concealed(tmp_path: Path) -> None:
+    state, folder = state_of(0), tmp_path / "a file for each value"
+    hf.save(state_of(1), storage_writer=hf.FileSystemWriter(folder, single_file_per_rank=False))
 
     class Late(Beside):
         """Replaced when the first values have been read."""

@@ -1,4 +1,4 @@
-"""Owns who frees what a save in the background holds: the caller, until the thread of the save takes over."""
+"""Decides which thread frees what a background save holds: the caller's, until the save's own takes over."""
 
 import contextlib
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class Handover:
     def __init__(self) -> None:
         self.held = contextlib.ExitStack()
         self._cancel: Callable[[], Any] | None = None
-        # One of both sides gets it. An interrupt could leave a lock taken for ever.
+        # The side that pops the entry frees everything. An interrupt could leave a lock taken for ever.
         self._right = [None]
 
     def offer(self, cancel: Callable[[], Any]) -> None:

@@ -29,7 +29,7 @@ def is_cancellation(error: BaseException) -> bool:
 
 
 class IdentityKey:
-    """An object as a key: equal to nothing but itself, whatever its own ``__eq__`` says."""
+    """An object as a key that is equal only to itself, even if its class defines ``__eq__``."""
 
     def __init__(self, it: object) -> None:
         self._it = it  # held, so that no other object gets its id
@@ -67,7 +67,7 @@ class RunningSave(SaveCancellation):
     Attributes:
         place: Where it saves to, in words.
         keys: What it has for itself until it ends; two saves that share a key run one after the other.
-        scope: Who saves together: the same object for all saves of a group.
+        scope: The ranks that save together: the same object for all saves of a group.
         number: Its number in that scope, the same on every rank.
         group: The process group, held because its channel would end with it.
         rank: This rank's number among those that save.

@@ -53,7 +53,7 @@ class _Watched(Future[T]):
 
     def give_up(self) -> None:
         """Finish as cancelled."""
-        # The base class does this in two steps. Whoever waits could wake between them, and see a future that
+        # The base class does this in two steps. A waiting thread could wake between, and see a future that
         # is cancelled and not yet done.
         with self._condition:
             self._state = CANCELLED_AND_NOTIFIED

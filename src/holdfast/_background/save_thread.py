@@ -38,7 +38,7 @@ class SaveThread:
     before anything that it needs is taken down.
 
     Attributes:
-        handover: Who frees what it holds.
+        handover: Decides which thread frees what the save holds.
         running: Its shared state.
         future: What the caller is given.
         exchange: Opened by the trainer's thread, left by this one.
@@ -147,7 +147,7 @@ class SaveThread:
             _finish(future.staged, error, None, cancelled=cancelled)
         del future
         if running.is_unseen_failure and not running.is_held:
-            # Whoever holds the future is told by it, and need not read it twice.
+            # If the caller holds the future, that tells of the failure, and the log need not repeat it.
             logger.error("the save to %s in the background failed: %s", running.place, _in_one_line(error))
 
 

@@ -71,7 +71,7 @@ class StateCopy:
         return self.staged
 
     def release(self) -> None:
-        """Nobody reads the state any more. Waits for what is still on its way into it. Twice is fine."""
+        """Free the copy, once all is copied into it. It must not be read after this. Twice is fine."""
         staged, self.staged, self.state = self.staged, None, None
         if staged is not None:
             staged.release()

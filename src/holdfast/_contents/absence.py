@@ -1,4 +1,4 @@
-"""Owns the errors for a place without metadata: what is there instead, and whether it is a first start."""
+"""Owns the errors for a place without metadata: they say what is there instead."""
 
 import os
 
@@ -18,7 +18,7 @@ def explain_absence(store: FileSource, name: str) -> StorageError:
         A CheckpointNotFoundError, which programs take for their first start. If there is nothing of a
         checkpoint, but there are checkpoints in folders below, a WrongFolderError: the path is too short.
     """
-    names = store.names()
+    names = store.known_names()
     files = describe_data_files(names)
     if files is not None:
         text = (

@@ -24,7 +24,7 @@ class BoxTarget:
     def memory(self) -> memoryview | None:
         """The memory of the box, if it is row-major, and what is stored can be written there as it is.
 
-        Whoever writes there calls ``touch`` before.
+        Call ``touch`` before you write there.
         """
         raise NotImplementedError
 

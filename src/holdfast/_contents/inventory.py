@@ -86,7 +86,7 @@ class Inventory:
     """What one metadata file says of a checkpoint. What it does not say is None.
 
     Attributes:
-        source: Who wrote it.
+        source: Which program wrote it.
         path: The metadata file, for messages.
         rank: For a rank's own part of a checkpoint (``__3.metadata``), that rank.
         nbytes: The size of the metadata file.

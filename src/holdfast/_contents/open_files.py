@@ -122,7 +122,7 @@ class StoredFile:
         """Fill ``view`` with small items from ``offset`` on.
 
         A store that sends bytes over a network is asked again if they do not agree with what ``payloads``
-        returns. What is damaged all the same raises nothing here: the caller checks each item, and can name
+        returns. Items that are still damaged raise nothing here: the caller checks each item, and can name
         its key.
         """
         if self.store.traits.request_nbytes and (known := payloads()):

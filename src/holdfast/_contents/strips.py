@@ -13,7 +13,7 @@ _STRIP = 4 << 20
 32 MiB, columns of 1 GiB took three times as long."""
 
 _SMALL = 1 << 20
-"""What is not larger is read at once, into memory of its size."""
+"""Pieces up to this size are read at once, into memory of their size."""
 
 
 class StoredRows(NamedTuple):

@@ -58,7 +58,7 @@ def split(data: bytes | bytearray, *, path: str) -> Sections:
             f"{path} is empty: it was cut off. Restore the file, or load another checkpoint.", path=path
         )
     if len(data) < _FOOTER.size or not data.endswith(MAGIC):
-        # Whoever cut off the footer left at least a pickle that does not end the file, or none.
+        # A file whose footer was cut off has a pickle that does not reach to its end, or none.
         if MAGIC in data[-4 * _FOOTER.size :]:
             raise _damaged(path, "bytes follow its footer")
         return Sections(view, None)

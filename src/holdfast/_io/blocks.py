@@ -48,7 +48,7 @@ def crc32_in_one_turn(view: memoryview, crc: int = 0) -> int:
 
     A checksum of 1 MiB takes 15 to 100 microseconds. ``crc32`` lets go of the lock for that time, and beside
     a loop that never leaves Python it waits for a whole turn of that loop to get it back. Read-only memory
-    goes to ``crc32`` all the same, because Python does not tell where it is.
+    still goes to ``crc32``, because Python does not tell its address.
     """
     if _crc32_with_lock is None or view.readonly or not view.contiguous:
         return crc32(view, crc)

@@ -181,7 +181,7 @@ class BucketAccess:
         """Obstore's store of the place.
 
         Raises:
-            UsageError: obstore does not know an option, or cannot do with the URL.
+            UsageError: obstore does not know an option, or does not accept the URL.
             StorageError: This process was forked from one that uses obstore.
         """
         refuse_forked_process()

@@ -17,7 +17,7 @@ nearly all, or half of it where four threads share two cores. Of a disk of 2 GB/
 
 @dataclass
 class _Device:
-    """What this process has seen of a device: no more than it needs, and for as long as it lives."""
+    """What this process has measured of a device."""
 
     nbytes: int = 0
     worked: float = 0.0

@@ -1,4 +1,4 @@
-"""Owns the question whether anybody listens at the endpoint of an object store, before the first request.
+"""Finds out whether a server listens at the endpoint of an object store, before the first request.
 
 obstore tries a request for half a minute and longer if nobody listens. That is right for a server that was
 there a moment ago, and wrong for an address with a typing error.

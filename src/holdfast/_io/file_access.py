@@ -160,7 +160,7 @@ class FileReader(ABC):
     Attributes:
         path: The file.
         nbytes: Its size.
-        progress: Is told of events such as retries, if there is one. Whoever reads counts the bytes itself.
+        progress: Is told of events such as retries, if there is one. The caller counts the bytes.
     """
 
     path: str

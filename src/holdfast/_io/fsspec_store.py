@@ -108,7 +108,7 @@ class FsspecStore(StreamStore):
         # A block being sent, the next one, and what was given at once.
         self.traits = with_changes(self.traits, writer_nbytes=3 * _BLOCK_NBYTES, lists_sizes=True)
         if fs.async_impl:
-            # Each request takes tens of milliseconds, whatever its size, and they do not hinder each other.
+            # Each request takes tens of milliseconds, large or small, and they do not slow each other down.
             self.traits = with_changes(
                 self.traits, requests_in_flight=16, read_gap_nbytes=1 << 20, read_nbytes=16 << 20
             )

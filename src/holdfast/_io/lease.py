@@ -151,11 +151,11 @@ class Lease:
                 self._drop.detach()
 
     def leave(self) -> None:
-        """Let the lease stay when it is released: the next save removes what this one could not."""
+        """Keep the file when the lease is released: the next save removes what this one could not."""
         self._left.set()
 
     def settle(self) -> None:
-        """After ``inherit``: what the dead saves have left is removed."""
+        """Say that all files of the dead saves are removed, so that the lease need not stay for them."""
         self._left.clear()
 
 

@@ -19,7 +19,7 @@ from holdfast.errors import CheckpointError
 EXPIRY_SECONDS = 60.0
 
 held_here: set[str] = set()
-"""The leases of this process that are not released: one that could not be removed is over all the same."""
+"""The leases of this process that are not released yet. One that could not be removed is not among them."""
 
 _NO_RIGHT = {errno.EACCES, errno.EPERM, errno.EROFS}
 _MOST_BYTES = 16 << 20  # a lease that replaces files in torch's naming lists them
@@ -33,7 +33,7 @@ class LeaseHolder(ProcessIdentity):
         shared: Whether other saves of this kind may run beside this one.
         renewed_ns: When the lease was written, by the clock of its writer, for stores that tell no times.
         replaces: What the save removes once it has committed: saves whose data files go, and names of data
-            files that tell no save. Who finds the lease of a killed save learns here what that one left.
+            files that tell no save. If it is killed, the next save learns here what is left to remove.
         dead: The killed saves whose leases it has removed, and whose files it may not have removed yet.
         over: Whether the save is over, and the lease stays only for what it could not remove.
     """
@@ -49,7 +49,7 @@ class LeaseHolder(ProcessIdentity):
 
 
 UNKNOWN = LeaseHolder("?", "", "", 0, 0, shared=False, renewed_ns=0)
-"""Whoever holds a lease that cannot be read right now: it may be one that is being renewed."""
+"""Stands for the holder of a lease that cannot be read: it may be in the middle of a renewal."""
 
 
 class LeaseFile:
@@ -87,7 +87,7 @@ class LeaseFile:
             except OSError as error:
                 if error.errno not in _NO_RIGHT:
                     raise
-                # Nobody knows the lease: the folder is what the user has to look at.
+                # The error names the folder: users do not know what a lease is.
                 text = f"{error.strerror}; a save needs the right to make files in this folder"
                 raise type(error)(error.errno, text, self.store.url) from error
             else:
@@ -167,7 +167,7 @@ def _is_alive(store: ByteStore, name: str, holder: LeaseHolder | None, now_ns: i
     running = holder.is_running() if holder else None
     if running is not None:
         return running
-    # Of another machine, or another user's, perhaps, who lets nobody read it: its age must do.
+    # A process of another machine or another user, which cannot be looked up: the age of the lease decides.
     renewed_ns = store.modified_ns(name)
     if renewed_ns is None or now_ns is None:
         now_ns = time.time_ns()

@@ -18,8 +18,9 @@ _held: set[int] = set()
 class FolderClaim(Claim):
     """A folder that is open to be locked for one save, until it is released, dropped, or its process ends.
 
-    A forked child shares the lock. So the child closes its descriptor at once, lest the lock outlive a parent
-    that is killed; and the parent unlocks before it closes, should a child hold a copy all the same.
+    A forked child shares the lock. So the child closes its descriptor at once: otherwise the folder would
+    stay locked after the parent was killed. The parent unlocks before it closes, in case a child still has a
+    copy.
     """
 
     def __init__(self, fd: int) -> None:
@@ -66,7 +67,8 @@ def claim_folder(path: str, *, shared: bool) -> Claim | None:
 
     Args:
         path: The folder.
-        shared: For ranks that write their own parts: they may be several, but not beside a joint save.
+        shared: Let in others that lock it so, too: ranks that each write their own part. A joint save
+            is kept out.
 
     Returns:
         The claim; None if another save has locked the folder. Where the file system has no locks for

@@ -147,7 +147,7 @@ class LocalRanges(ByteStore):
 
 
 def create_file(path: str) -> int:
-    """Make a new file, and open it for writing. Raises StorageError if there is something of that name."""
+    """Make a new file, and open it for writing. Raises StorageError if the name is taken."""
     try:
         return os.open(path, NEW_FILE, 0o666)
     except FileExistsError as error:

@@ -19,7 +19,7 @@ class FullBuffer(NamedTuple):
     """Bytes of a file that are ready to be written.
 
     Attributes:
-        view: The bytes. Whoever writes them lets go of the view before ``release``.
+        view: The bytes. The writer must release the view before it calls ``release``.
         offset: Where in the file they belong.
         release: Gives the memory back to the ring; from any thread, also while an object is being finalized.
     """

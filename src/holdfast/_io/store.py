@@ -148,7 +148,7 @@ class Below(NamedTuple):
 
 
 class Claim:
-    """A place that is one save's alone, if its store can keep others out; this one keeps nobody out."""
+    """The lock of a place. This one keeps nobody out: for stores that have no locks."""
 
     def release(self) -> None:
         """Let others in. Does nothing the second time."""
@@ -160,7 +160,8 @@ class FileSource(ABC):
     Attributes:
         url: How the user would name the place.
         traits: What is fast on this store, and what it can do.
-        reads_whole_rows: Whether what is read is passed on to ranks that need other columns of the same rows.
+        reads_whole_rows: Whether the bytes that are read go to other ranks, too, which need other columns of
+            the same rows.
     """
 
     url: str
@@ -307,7 +308,7 @@ class ByteStore(FileSource):
             durable: Whether ``finish`` waits for stable storage.
 
         Raises:
-            StorageError: There is something of that name, be it a dangling link; it stays as it was.
+            StorageError: A file, folder or link of that name exists. It is not touched.
         """
 
     def create_over(self, name: str, *, nbytes_hint: int | None = None) -> FileWriter:
@@ -359,7 +360,7 @@ class ByteStore(FileSource):
         """Make a new file of a size, full of zeros, to be written in ranges. Only with ``random_writes``.
 
         Raises:
-            StorageError: There is something of that name; it is not touched.
+            StorageError: A file, folder or link of that name exists. It is not touched.
         """
         raise NotImplementedError
 

@@ -127,7 +127,7 @@ class StreamStore(ByteStore):
                 file.write(piece)
         try:
             try:
-                self._fs.rename(temporary, path)
+                self._rename(temporary, path)
             except Exception:
                 if not (self._fs.exists(path) and self._fs.exists(temporary)):
                     raise
@@ -138,13 +138,19 @@ class StreamStore(ByteStore):
 
     def _exchange(self, temporary: _Path, path: _Path, aside: _Path) -> None:
         """Put a file in the place of another where ``rename`` refuses to replace; undone if it fails."""
-        self._fs.rename(path, aside)
+        self._rename(path, aside)
         try:
-            self._fs.rename(temporary, path)
+            self._rename(temporary, path)
         except BaseException:
             self._fs.rename(aside, path)
             raise
         _remove(self._fs, aside)
+
+    def _rename(self, path: _Path, new_path: _Path) -> None:
+        """Give a file another name. Some file systems say nothing if they do not replace the one there."""
+        self._fs.rename(path, new_path)
+        if self._fs.exists(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path), None, str(new_path))
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove files; a missing one is fine."""

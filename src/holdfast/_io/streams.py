@@ -40,8 +40,8 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
     """Copy as many bytes as ``target`` takes, all that ``source`` has, without the interpreter's lock.
 
     ``target[:] = source`` holds it: beside a thread that copied so, a training loop of small matrix products
-    took 2 to 3.6 times as long. Memory that is read-only is copied in that way all the same, since Python
-    does not tell where it is.
+    took 2 to 3.6 times as long. Read-only memory is still copied with the lock, because
+    Python does not tell its address.
     """
     assert len(target) == len(source)
     if len(target) < _WORTHWHILE or source.readonly:

@@ -104,7 +104,7 @@ class BufferOutput:
         self._nbytes += len(buffer)
         if self._policy == "auto" and self._nbytes >= _STRETCH:
             self._judge_disk()
-            # Refused once is refused for good: less is left of this file, and not of what others need.
+            # Once there was no room, there will be none for this file: other files may need what is free now.
             self._has_room = self._has_room and room_for(self._left * _ranks_of_host())
             self._begin_stretch()
             self._choose_way()

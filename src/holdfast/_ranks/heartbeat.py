@@ -69,7 +69,7 @@ def _open_store() -> Any:
             master_listen_fd=served,
             use_libuv=False,  # of torch 2.6, that one takes no socket that listens already
         )
-        # Only now: the store has sent something to itself. Whoever connects from now on can store nothing.
+        # Only now: the store has sent something to itself. From now on no client can store anything.
         if sys.platform == "linux":
             _drop_data(listening)
     return store

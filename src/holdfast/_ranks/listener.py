@@ -1,7 +1,7 @@
 """The listening socket of a rank, and the connection to that of another: both ends must prove themselves.
 
-Whoever connects has a few seconds to prove that it knows the secret, and only a bounded number may be about
-to: connections that say nothing, or anything else, never use up the files that this process may open.
+A new connection has a few seconds to prove that it knows the secret, and only a bounded number of connections
+may be waiting for that. So strangers cannot use up the files that this process may open.
 """
 
 import contextlib

@@ -43,7 +43,7 @@ class StagingBuffer:
         self._close_fd = weakref.finalize(self, os.close, self.fd) if self.fd is not None else None
 
     def grow(self, nbytes: int) -> None:
-        """Make the buffer at least ``nbytes`` large and take all of its pages. Nobody may be using it.
+        """Make the buffer at least ``nbytes`` large and take all of its pages. It must not be in use.
 
         Raises:
             MemoryError: There is not enough memory. The buffer is empty then.

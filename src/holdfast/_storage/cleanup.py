@@ -257,7 +257,7 @@ def discard_files(store: ByteStore, names: Iterable[str], find_used: Callable[[]
 
 
 def abort_uploads_of(store: ByteStore, save_id: str, names: Collection[str] = ()) -> bool:
-    """After a save: give up what is unfinished of it: what killed ranks have begun, or a lost answer hid.
+    """After a save: abort its unfinished uploads, of killed ranks or of requests whose answer was lost.
 
     A failure is only logged.
 

@@ -29,7 +29,7 @@ VERSION = "1.0.0"
 
 
 def _as_text(place: Any) -> str:
-    """How the user named a place. It is for people only: what is not UTF-8 in it is replaced."""
+    """How the user named a place. It is for people only, so characters that are not UTF-8 are replaced."""
     return str(place).encode("utf-8", "replace").decode()
 
 

@@ -79,7 +79,10 @@ def read_own_parts(
     """
     if world_size is None:
         return read_metadata_file(store, rank=rank, allow_pickle=allow_pickle)
-    numbers = sorted(found for name in store.names() if (found := metadata_rank(name)) is not None)
+    names = store.known_names(metadata_name(rank))
+    if names and not store.can_list:
+        names = store.known_names(*map(metadata_name, range(world_size)))
+    numbers = sorted(found for name in names if (found := metadata_rank(name)) is not None)
     parts = {number: read_metadata_file(store, rank=number, allow_pickle=allow_pickle) for number in numbers}
     if not parts:
         raise explain_absence(store, METADATA)

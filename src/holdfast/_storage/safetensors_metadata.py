@@ -15,7 +15,7 @@ from holdfast.metadata import Metadata, MetadataIndex
 
 
 class ModelPlaces(ItemPlaces):
-    """The tensors of a model. Whoever looks at them finds the records that torch's reader makes of them."""
+    """The tensors of a model. As records they are those that torch's reader makes."""
 
     def __reduce__(self) -> Any:
         return ModelPlaces, (self.manifest, self.directory)

@@ -1,4 +1,4 @@
-"""Which rank writes what others have parts of, too: whole files, or tensors that would be many short runs.
+"""Which rank writes a file or a tensor that several ranks have parts of: its owner.
 
 Where files can only be written from front to back, each file has an owner. In a folder, ranks write at any
 place, and only a tensor that they have columns of has an owner: else each row would be a write of its own.
@@ -36,7 +36,7 @@ class OwnedTensor(NamedTuple):
         key: Its key in the plans.
         shape: Its shape.
         dtype: The name of the dtype that it is stored with.
-        chunks: Who has which part of it, in the order of their offsets.
+        chunks: Its parts and the ranks that have them, in the order of their offsets.
         begin: Where it begins in the file.
     """
 

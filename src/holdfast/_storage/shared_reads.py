@@ -84,7 +84,7 @@ class _Names:
         self.columns = columns
         self.places = places
         self._request_nbytes = request_nbytes
-        # Who asks its planner for each tensor reads in other portions than who does not.
+        # A rank that asks its planner for each tensor reads in other portions than one that does not.
         self.values = own_values(planner, "resolve_tensor")
         self.lines: dict[int, int] = {}
         self._parts: dict[int, tuple[Any, ...]] = {}

@@ -198,7 +198,7 @@ class _Reading:
         try:
             content = encode_object(key, self.state.with_elements(key, value, self._read_storage)).getvalue()
         except UnsafeMetadataError as refused:
-            # Who reads the byte gets the error: the rest of the file can be read.
+            # Reading its one byte raises the error: the rest of the file can still be read.
             return SavedItem(*self._place(refused, 1))
         return SavedItem(*self._place(content, len(content)))
 

@@ -8,7 +8,7 @@ import mmap
 import os
 
 _SLOTS = 2048
-"""Two requests use the same slot if their numbers are this far apart. Nobody runs so many at a time."""
+"""Requests whose numbers are this far apart share a slot. There are never so many at a time."""
 
 _NBYTES_DONE, _CANCELLED = range(2)
 _FIELDS = 2
