@@ -7,8 +7,12 @@ programs which only look at a checkpoint never pay for importing torch.
 """
 
 import importlib
+import sys
 
 from holdfast._version import __version__
+
+if sys.platform == "win32":
+    raise ImportError("holdfast does not run on Windows. Use it in WSL 2, which is Linux.")
 
 # To import typing takes milliseconds, in every process of an environment with HOLDFAST_INSTALL=1.
 TYPE_CHECKING = False

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import torch
 
+from holdfast._contents.absence import refuse_folder_of_run
 from holdfast._conversion.copy_planner import CopyPlanner
 from holdfast._conversion.entry_stream import EntryStream
 from holdfast._conversion.selection import Selection, refuse_objects, refuse_subclasses, select
@@ -221,16 +222,18 @@ def _format_of(target: str | os.PathLike[str], to: str | None) -> Format:
     known: tuple[Format, ...] = get_args(Format)
     if to is None and path.endswith(_FILE_SUFFIXES):
         return "torch_save"
+    if to in {None, "safetensors"} and path.endswith(SUFFIX):
+        raise UsageError(
+            f"{path}: a model is a folder: name the folder that {SUFFIX} files are to be in, and pass "
+            "to='safetensors', or --to safetensors",
+            path=path,
+        )
     if to is None:
         raise UsageError(
             f"{path}: which format? Pass to=, or --to, with one of {', '.join(known)}", path=path
         )
     if to not in known:
         raise UsageError(f"to is one of {', '.join(map(repr, known))}, not {to!r}", found=to)
-    if to == "safetensors" and path.endswith(SUFFIX):
-        raise UsageError(
-            f"{path}: a model is a folder: name the folder that {SUFFIX} files are to be in", path=path
-        )
     return next(name for name in known if name == to)
 
 
@@ -272,6 +275,7 @@ def _refuse_others(target: str | os.PathLike[str], to: Format, *, overwrite: boo
             "files. Name another folder, or remove it.",
             path=store.url,
         )
+    refuse_folder_of_run(store)
     if same and not overwrite:
         raise CheckpointExistsError(
             f"{store.url} has {min(same)} already; overwrite=True, or --overwrite, replaces it",

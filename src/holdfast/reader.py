@@ -265,6 +265,9 @@ class CheckpointView(Mapping[str, Any]):
         # Only a misspelt key needs it. Comparing 10,000 keys takes a tenth of a second.
         import difflib  # noqa: PLC0415
 
+        if any(other.startswith(f"{key}.") for other in self._entries):
+            text = f"{self.url}: {key!r} has other keys below it: read({key!r}) gives all of them"
+            return UnknownKeyError(text, key=str(key), path=self.url)
         asked = str(key).casefold()
         last = asked.rpartition(".")[2]
         folded = {other.casefold(): other for other in self._entries}

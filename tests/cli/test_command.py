@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def test_what_is_not_the_folder_of_a_run_is_named(
     shutil.copytree(originals / "tiny", tmp_path / "best")
     found = holdfast(*words, tmp_path)
     assert (found.code, found.out) == (3, "")
-    assert "no folder here is called as a step (it has best, empty)" in found.err
+    assert "no folder here has the name of a step (it has best, empty)" in found.err
     assert "--name" in found.err
     assert (tmp_path / "best" / ".metadata").exists()
 
@@ -188,4 +189,40 @@ def test_bench_of_a_file_and_a_bucket_without_a_name_are_explained(holdfast: Com
     found = holdfast("bench", tmp_path / "file")
     assert (found.code, found.out) == (2, "")
     assert "is a file, and not a folder on the storage to measure" in found.err
+    found = holdfast("bench", tmp_path / "typo")
+    assert (found.code, found.out) == (2, "")
+    assert f"{tmp_path / 'typo'}: there is no such folder. Name a folder on the storage" in found.err
+    assert not (tmp_path / "typo").exists()
     assert "no such folder" not in holdfast("ls", "s3://").err
+
+
+@pytest.mark.parametrize("command", ["report", "trace"])
+def test_an_output_that_cannot_be_made_is_said_before_anything_is_read(
+    holdfast: Command, tmp_path: Path, command: str
+) -> None:
+    found = holdfast(command, "absent", "-o", tmp_path / "typo" / "page.html")
+    assert (found.code, found.out) == (2, "")
+    assert f"page.html: there is no folder {tmp_path / 'typo'} to write it to\n" in found.err
+    assert (
+        f"{tmp_path}: is a folder: name a file to write\n" in holdfast(command, "absent", "-o", tmp_path).err
+    )
+
+
+@pytest.mark.slow
+def test_a_bench_that_is_terminated_removes_what_it_wrote(tmp_path: Path) -> None:
+    bench = subprocess.Popen(
+        [*HOLDFAST, "bench", "--size=64MiB", "--rounds=1000", tmp_path], stderr=subprocess.PIPE
+    )
+    while not list(tmp_path.rglob(".metadata")):
+        assert bench.poll() is None
+        time.sleep(0.01)
+    bench.terminate()
+    _, told = bench.communicate(timeout=60)
+    assert (bench.returncode, told) == (143, b"holdfast: terminated\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_windows_is_refused_at_the_import() -> None:
+    program = "import sys; sys.platform = 'win32'; import holdfast"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "ImportError: holdfast does not run on Windows. Use it in WSL 2" in done.stderr

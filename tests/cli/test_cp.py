@@ -132,7 +132,7 @@ def test_checkpoints_of_torch_are_copied_and_not_over_files_of_the_same_name(
     stock_save({"x": torch.ones(3)}, checkpoint_id=tmp_path / "a")
     stock_save({"x": torch.zeros(3)}, checkpoint_id=tmp_path / "b")
     before = files(tmp_path / "b")
-    assert main(["cp", str(tmp_path / "a"), str(tmp_path / "b"), "--overwrite"]) == 3
+    assert main(["cp", str(tmp_path / "a"), str(tmp_path / "b"), "--overwrite"]) == 2
     assert "Copy to another place" in capsys.readouterr().err
     assert files(tmp_path / "b") == before
     assert main(["cp", str(tmp_path / "a"), str(tmp_path / "c")]) == 0
@@ -149,3 +149,20 @@ def test_source_and_target_must_differ(tmp_path: Path, capsys: pytest.CaptureFix
     save(tmp_path / "a", 1.0)
     assert main(["cp", str(tmp_path / "a"), str(tmp_path / "a")]) == 2
     assert "the same place" in capsys.readouterr().err
+
+
+def test_a_copy_beside_the_steps_of_a_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    holdfast.save({"x": torch.ones(1)}, checkpoint_id=tmp_path / "run" / "step-1")
+    run, step = str(tmp_path / "run"), str(tmp_path / "run" / "step-1")
+    for words in (
+        ["cp", step, run],
+        ["cp", step, run, "--overwrite"],
+        ["convert", step, run, "--to", "holdfast"],
+    ):
+        assert main(words) == 2
+        said = f"{run}: has checkpoints in folders of it: step-1. Name a folder for the new one"
+        assert said in capsys.readouterr().err
+    assert os.listdir(run) == ["step-1"]
+    assert main(["cp", step, f"{run}/step-2"]) == 0

@@ -1,8 +1,10 @@
 """The command line on every format, on several paths, and on the folder of a run."""
 
 import json
+import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.support.tools import as_nobody
 
 import holdfast as hf
 
@@ -218,3 +221,36 @@ def test_damage_of_one_of_several_checkpoints_begins_with_its_path(holdfast: Com
     found = holdfast("verify", "-q", tmp_path / "a", tmp_path / "b")
     (line,) = found.out.splitlines()
     assert line.startswith(f"damaged  {tmp_path / 'b'}: __0_0-")
+
+
+def test_ls_of_a_run_with_a_key_is_refused(holdfast: Command, tmp_path: Path) -> None:
+    hf.save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "step-1")
+    found = holdfast("ls", tmp_path, "model.*")
+    assert (found.code, found.out) == (2, "")
+    what = (
+        f"{tmp_path} is the folder of a run: model.* selects keys of a checkpoint, such as {tmp_path}/step-1"
+    )
+    assert found.err == f"holdfast: {what}\n"
+
+
+def test_a_step_that_may_not_be_looked_into_is_told_from_an_incomplete_one(holdfast: Command) -> None:
+    root = Path(tempfile.mkdtemp())
+    try:
+        root.chmod(0o755)
+        for step in (1, 2):
+            hf.save({"a": torch.ones(1)}, checkpoint_id=root / f"step-{step}")
+        (root / "lost+found").mkdir(mode=0o700)
+        commands = [["ls"], ["steps"], ["clean", "--dry-run"]]
+        for words in commands:
+            holdfast(*words, root)  # what is imported late is imported as root
+        (root / "step-2").chmod(0)
+        with as_nobody():
+            listed, steps, cleaned = [holdfast(*words, root) for words in commands]
+        for found in (listed, steps):
+            assert found.code == 0
+            assert "complete" in found.out.splitlines()[-3 if found is listed else -2]
+            assert "unreadable" in found.out.splitlines()[-2 if found is listed else -1]
+        assert (cleaned.code, cleaned.out) == (3, "")
+        assert "step-2: Permission denied" in cleaned.err
+    finally:
+        shutil.rmtree(root)

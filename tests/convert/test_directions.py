@@ -169,6 +169,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         ({"target": "b"}, UsageError, "which format. Pass to="),
         ({"target": "b", "to": "zip"}, UsageError, "to is one of"),
         ({"target": "b", "to": "safetensors"}, PlanError, "param_groups.*keys="),
+        ({"target": "b.safetensors"}, UsageError, "a model is a folder: .* and pass to='safetensors'"),
         ({"target": "b.safetensors", "to": "safetensors"}, UsageError, "a model is a folder"),
         ({"target": "b.pt", "keys": "absent.*"}, MissingKeyError, "no key matches"),
         ({"target": "b.pt", "dtype": "int8"}, UsageError, "floating-point"),

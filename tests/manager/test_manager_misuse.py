@@ -421,6 +421,17 @@ def test_signals_reach_the_program_again_in_whatever_order_managers_are_closed(
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(3)}
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(hf.errors.CheckpointNotFoundError, match="no step 5; there is none"):
+            manager.restore(state, 5)
+        for step in (10, 20):
+            manager.save(step, state)
+        with pytest.raises(hf.errors.CheckpointNotFoundError, match=r"no step 5; there are 20, 10$"):
+            manager.restore(state, 5)
+
+
 def test_a_newest_step_that_may_not_be_looked_into_is_raised_and_not_stepped_over() -> None:
     parent = Path(tempfile.mkdtemp())
     try:

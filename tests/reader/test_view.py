@@ -451,3 +451,11 @@ def test_what_a_stored_tensor_does_not_have_is_answered_with_how_to_read_it(root
         with pytest.raises(AttributeError, match=r"float: .* Read it first: \[\.\.\.\] is the whole tensor"):
             stored.float()
         assert not hasattr(stored, "_ipython_display_")
+
+
+def test_a_key_that_has_others_below_it_leads_to_read(tmp_path: Path) -> None:
+    hf.save({"model": {"a": torch.ones(1)}, "modest": 1}, checkpoint_id=tmp_path / "c")
+    view = hf.open(tmp_path / "c")
+    with pytest.raises(KeyError, match=r"'model' has other keys below it: read\('model'\) gives all"):
+        view["model"]
+    assert "model" not in view

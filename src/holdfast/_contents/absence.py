@@ -1,4 +1,4 @@
-"""Owns the error for a place without metadata: it says what is there instead."""
+"""Owns the errors for a place without metadata: they say what is there instead."""
 
 import os
 
@@ -6,7 +6,7 @@ from holdfast._format.names import METADATA, describe_data_files, metadata_name,
 from holdfast._format.safetensors import SUFFIX
 from holdfast._human_units import some_of
 from holdfast._io.store import FileSource
-from holdfast.errors import CheckpointNotFoundError, StorageError, WrongFolderError
+from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError, WrongFolderError
 
 _MOST_NAMED = 5
 
@@ -51,3 +51,18 @@ def explain_absence(store: FileSource, name: str) -> StorageError:
         if store.url.startswith("~"):
             text += ". A ~ in a path is not replaced by your home folder: use os.path.expanduser"
     return CheckpointNotFoundError(text, path=store.url)
+
+
+def refuse_folder_of_run(store: FileSource) -> None:
+    """Raise if a place has no checkpoint, but folders with checkpoints: one beside these would hide them.
+
+    Raises:
+        CheckpointExistsError: It has such folders.
+    """
+    absence = explain_absence(store, METADATA)
+    if isinstance(absence, WrongFolderError):
+        raise CheckpointExistsError(
+            f"{store.url}: has checkpoints in folders of it: {some_of(absence.found, _MOST_NAMED)}. Name a "
+            f"folder for the new one, such as {store.url.rstrip('/')}/NAME",
+            path=store.url,
+        )

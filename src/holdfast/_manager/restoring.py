@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast._format.names import METADATA
+from holdfast._human_units import some_of
 from holdfast._ranks.group_exchange import open_exchange
 from holdfast._steps.pruning import mark_damaged
 from holdfast._steps.run_root import RunRoot
@@ -87,7 +88,9 @@ def restore_newest(
     if first_error is not None:
         raise first_error
     if number is not None:
-        raise CheckpointNotFoundError(f"{root.place}: there is no step {number}", path=root.place)
+        there = [step.number for step in reversed(root.find_steps().usable)]
+        text = f"{root.place}: there is no step {number}; there {'are' if there else 'is none'}"
+        raise CheckpointNotFoundError(f"{text} {some_of(there, 5)}".rstrip(), path=root.place)
     return None
 
 

@@ -8,11 +8,13 @@ import argparse
 import gc
 import importlib
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 
 from holdfast.cli.arguments import make_parser
-from holdfast.cli.exit_codes import FINE, INTERRUPTED, NOBODY_READS, complain, explain
+from holdfast.cli.exit_codes import FINE, INTERRUPTED, NOBODY_READS, TERMINATED, complain, explain
 from holdfast.errors import CheckpointError
 
 __all__ = ["main"]
@@ -53,6 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    # A scheduler ends a command so: what it wrote is removed, as after Ctrl-C.
+    before = signal.getsignal(signal.SIGTERM)
+    is_ours = before is signal.SIG_DFL and threading.current_thread() is threading.main_thread()
+    if is_ours:
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         # Each command brings what it needs, and only that.
         code = int(importlib.import_module(f"holdfast.cli.{arguments.command}").run(arguments))
@@ -60,11 +67,24 @@ def _run(arguments: argparse.Namespace) -> int:
     except BrokenPipeError:
         _silence_stdout()
         return NOBODY_READS
+    except _Terminated:
+        return complain("terminated", TERMINATED)
     except KeyboardInterrupt:
         return complain("interrupted", INTERRUPTED)
     except (CheckpointError, OSError) as error:
         return explain(error)
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGTERM, before)
     return code
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM has come."""
+
+
+def _terminate(*_: object) -> None:
+    raise _Terminated
 
 
 def _silence_stdout() -> None:

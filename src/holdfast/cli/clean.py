@@ -12,7 +12,7 @@ from holdfast._io.store import ByteStore
 from holdfast._steps.root_files import steps_being_deleted
 from holdfast._steps.step_deletion import finish_deletion
 from holdfast._storage.cleanup import known_by, remove_dead
-from holdfast.cli.exit_codes import FINE
+from holdfast.cli.exit_codes import FINE, explain
 from holdfast.cli.run_steps import open_root
 from holdfast.cli.text import counted, printable, write_json, write_lines
 
@@ -24,24 +24,30 @@ def run(arguments: argparse.Namespace) -> int:
     root = open_root(arguments.path, None)
     below = root.store.below()
     removed: dict[str, int] = {}
+    code = FINE
     cut_off = steps_being_deleted(below.files)
     for folder in ["", *sorted(below.folders)]:
         place = root.open_step(folder) if folder else root.store
         count = 0
-        if folder in cut_off and not arguments.dry_run:
-            before = len(place.names())
-            finish_deletion(root.store, place, folder)
-            count = before - len(place.names())
-        count += _clean(place, dry_run=arguments.dry_run)
+        try:
+            if folder in cut_off and not arguments.dry_run:
+                before = len(place.names())
+                finish_deletion(root.store, place, folder)
+                count = before - len(place.names())
+            count += _clean(place, dry_run=arguments.dry_run)
+        except OSError as error:  # of another user, for example
+            code = explain(error)
         if count or folder in cut_off:
             removed[folder or "."] = count
     if arguments.json:
         write_json({"schema": "holdfast.clean/1", "path": arguments.path, "removed": removed})
-        return FINE
+        return code
     verb = "would remove" if arguments.dry_run else "removed"
     lines = [f"{printable(folder)}: {verb} {counted(count, 'file')}" for folder, count in removed.items()]
-    write_lines(lines or [f"{printable(arguments.path)}: nothing is left of killed saves"])
-    return FINE
+    if not lines and code == FINE:
+        lines.append(f"{printable(arguments.path)}: nothing is left of killed saves")
+    write_lines(lines)
+    return code
 
 
 def _clean(place: ByteStore, *, dry_run: bool) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from holdfast._any_format import open_checkpoint
+from holdfast._contents.absence import refuse_folder_of_run
 from holdfast._contents.checking_parts import part_jobs
 from holdfast._contents.findings import Findings
 from holdfast._contents.inventory import Inventory, read_inventory
@@ -29,7 +30,6 @@ from holdfast.errors import (
     CheckpointNotFoundError,
     IncompleteCheckpointError,
     IntegrityError,
-    StorageError,
     UsageError,
 )
 from holdfast.progress_display import tracking
@@ -53,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     target = open_place(arguments.target)
     if target.url == checkpoint.store.url:
         raise UsageError(f"{target.url}: source and target are the same place", path=target.url)
+    refuse_folder_of_run(target)
     target.make()
     files = nbytes = 0
     for rank, name in checkpoint.metadata_names:
@@ -95,8 +96,8 @@ class _CopiedPart:
         """Copy everything, check it, and commit.
 
         Raises:
-            CheckpointExistsError: There is another checkpoint, which must not be replaced.
-            StorageError: There is one whose files have the same names.
+            CheckpointExistsError: There is another checkpoint, which must not be replaced, or cannot be
+                because its files have the same names.
             IntegrityError: A file is missing, or a byte of the copy is not the one that was saved.
         """
         there = self.target.exists(self.name)
@@ -122,7 +123,7 @@ class _CopiedPart:
         replaced = cleanup.files_to_replace(self.target, rank=rank)
         clashing = sorted(replaced & self.part.files.keys())
         if clashing:
-            raise StorageError(
+            raise CheckpointExistsError(
                 f"{self.target.url}: has another checkpoint with a file {clashing[0]}, which the copy would "
                 "overwrite before it is complete. Copy to another place.",
                 path=self.target.url,

@@ -1,5 +1,6 @@
 """How a command ends: its exit code, and the line that says what went wrong."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -12,8 +13,10 @@ __all__ = [
     "FINE",
     "INTERRUPTED",
     "NOBODY_READS",
+    "TERMINATED",
     "UNREADABLE",
     "WRONG_USAGE",
+    "check_output",
     "complain",
     "exit_code",
     "explain",
@@ -26,8 +29,8 @@ FINE, DAMAGED, WRONG_USAGE, UNREADABLE = 0, 1, 2, 3
 # The words, the target, a key that is not there, a value that the target cannot hold.
 _REFUSALS = (UsageError, CheckpointExistsError, PlanError)
 
-# As a shell reports a program that was ended by SIGINT or SIGPIPE.
-INTERRUPTED, NOBODY_READS = 130, 141
+# As a shell reports a program that was ended by SIGINT, SIGPIPE or SIGTERM.
+INTERRUPTED, NOBODY_READS, TERMINATED = 130, 141, 143
 
 
 def exit_code(error: Exception) -> int:
@@ -50,6 +53,19 @@ def explain(error: CheckpointError | OSError) -> int:
         return complain(str(error), exit_code(error))
     where = f"{error.filename}: " if error.filename else ""
     return complain(f"{where}{error.strerror or error}", UNREADABLE)
+
+
+def check_output(path: str) -> None:
+    """Raise before a command reads gigabytes if the file that it is to write cannot be made.
+
+    Raises:
+        UsageError: It has no folder, or is one.
+    """
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise UsageError(f"{path}: there is no folder {folder} to write it to", path=path)
+    if os.path.isdir(path):
+        raise UsageError(f"{path}: is a folder: name a file to write", path=path)
 
 
 def run_each(paths: Sequence[str], action: Callable[[str], int]) -> int:

@@ -14,7 +14,7 @@ EPILOG = """\
 exit codes:
   0  fine
   1  the checkpoint is damaged, or differs from the other one
-  2  the command was used wrongly
+  2  the command was used wrongly, or it refuses
   3  there is no checkpoint, or it cannot be read
 
 `holdfast COMMAND --help` explains a command.

@@ -55,6 +55,10 @@ def _list(path: str, arguments: argparse.Namespace) -> int:
         steps = find_run(path)
         if not any(step["complete"] for step in steps):
             raise
+        if arguments.globs:
+            words, last = " ".join(arguments.globs), f"{path.rstrip('/')}/{steps[-1]['folder']}"
+            text = f"{path} is the folder of a run: {words} selects keys of a checkpoint, such as {last}"
+            return complain(text, WRONG_USAGE)
         write_run(path, steps, as_json=arguments.json)
         return FINE
     parts = [(part, _pick(part, arguments)) for part in checkpoint.parts()]

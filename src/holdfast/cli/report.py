@@ -7,7 +7,7 @@ from holdfast._any_format import open_checkpoint
 from holdfast._contents.findings import Findings
 from holdfast._contents.opening import Checkpoint
 from holdfast._contents.verifying import check_checkpoint, limits
-from holdfast.cli.exit_codes import DAMAGED, FINE
+from holdfast.cli.exit_codes import DAMAGED, FINE, check_output
 from holdfast.cli.pages.checkpoint_page import Integrity, checkpoint_page
 from holdfast.cli.pages.joined_parts import join_parts
 from holdfast.cli.pages.run_page import run_page
@@ -24,6 +24,7 @@ __all__ = ["run"]
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the page, and return the exit code: damaged if the page tells of damage."""
+    check_output(arguments.output)
     try:
         checkpoint = open_checkpoint(arguments.path)
     except CheckpointNotFoundError:

@@ -12,7 +12,7 @@ from holdfast._io.store import FileFacts
 from holdfast._steps.run_root import RunRoot
 from holdfast._steps.step_list import Step, describe_steps
 from holdfast._steps.step_names import StepNames, guess_names
-from holdfast.cli.run_steps import notes_of, state_of, time_of, time_text
+from holdfast.cli.run_steps import UNREADABLE, notes_of, state_of, time_of, time_text
 from holdfast.cli.text import Style, aligned, counted, printable, size_text, write_json, write_lines
 from holdfast.errors import UsageError
 
@@ -36,7 +36,12 @@ def find_run(path: str) -> list[dict[str, Any]]:
 
 def _describe(root: RunRoot, name: str, step: Step | None, commit: FileFacts | None) -> dict[str, Any] | None:
     """The row of a folder; None if nothing of a checkpoint is in it."""
-    files = root.open_step(name).list()
+    try:
+        files = root.open_step(name).list()
+    except PermissionError:
+        if step is None:  # such as lost+found
+            return None
+        files = {}
     is_complete = commit is not None or _is_complete(files)
     if not is_complete and step is None and not describe_data_files(files):
         return None
@@ -57,7 +62,7 @@ def _is_complete(files: Iterable[str]) -> bool:
 
 def _state(step: Step | None, files: Iterable[str]) -> str:
     if not _is_complete(files):
-        return "incomplete"
+        return UNREADABLE if step is not None and step.unseen else "incomplete"
     if METADATA not in files and any(name.endswith(SUFFIX) for name in files):
         return "complete, safetensors"
     if step is None or step.commit is None:  # of single ranks, or in a folder of another name

@@ -12,7 +12,10 @@ from holdfast._steps.step_list import Step, StepList
 from holdfast._steps.step_names import StepNames, guess_names
 from holdfast.errors import CheckpointNotFoundError, UsageError
 
-__all__ = ["check_is_run", "notes_of", "open_root", "state_of", "time_of", "time_text"]
+__all__ = ["UNREADABLE", "check_is_run", "notes_of", "open_root", "state_of", "time_of", "time_text"]
+
+UNREADABLE = "unreadable"
+"""The state of a step whose folder this user may not look into."""
 
 
 def open_root(path: str, form: str | None) -> RunRoot:
@@ -59,7 +62,7 @@ def check_is_run(root: RunRoot, found: StepList) -> None:
             else "nothing is there"
         )
         raise CheckpointNotFoundError(
-            f"{root.place}: no folder here is called as a step ({has}). Folders of steps have a number at "
+            f"{root.place}: no folder here has the name of a step ({has}). Folders of steps have a number at "
             "the end of their names; for other names pass --name, as in --name 'run-{step}-final'",
             path=root.place,
         )
@@ -68,7 +71,7 @@ def check_is_run(root: RunRoot, found: StepList) -> None:
 def state_of(step: Step) -> str:
     """The state of a step, in a word."""
     if step.commit is None:
-        return "incomplete"
+        return "incomplete" if step.unseen is None else UNREADABLE
     return "damaged" if step.is_damaged else "complete"
 
 

@@ -73,9 +73,9 @@ class Trial:
             self._check_room(folder)
 
     def _check_room(self, folder: str) -> None:
-        if os.path.exists(folder) and not os.path.isdir(folder):
-            raise UsageError(f"{folder}: is a file, and not a folder on the storage to measure", path=folder)
-        os.makedirs(folder, exist_ok=True)
+        if not os.path.isdir(folder):
+            what = "is a file, and not a" if os.path.exists(folder) else "there is no such folder. Name a"
+            raise UsageError(f"{folder}: {what} folder on the storage to measure", path=folder)
         free = shutil.disk_usage(folder).free
         # An old and a new checkpoint of each side are there at the same time.
         if free < 4 * self.nbytes:

@@ -8,7 +8,7 @@ from holdfast._any_format import open_checkpoint
 from holdfast._human_units import rate_text, seconds_text, size_text
 from holdfast._record_outputs.chrome_trace import chrome_trace
 from holdfast._transfer_record import PhaseSummary, TransferRecord
-from holdfast.cli.exit_codes import FINE
+from holdfast.cli.exit_codes import FINE, check_output
 from holdfast.cli.pages.joined_parts import joined_record
 from holdfast.cli.text import aligned, counted, printable, write_json, write_lines
 from holdfast.errors import CheckpointNotFoundError
@@ -19,6 +19,8 @@ __all__ = ["run"]
 def run(arguments: argparse.Namespace) -> int:
     """Print the record of the save, or write it as a trace, and return the exit code."""
     path = arguments.path
+    if arguments.output is not None:
+        check_output(arguments.output)
     record = joined_record(part.record for part in open_checkpoint(path).parts())
     if record is None:
         raise CheckpointNotFoundError(
