@@ -195,7 +195,7 @@ _HOME = {
 
 _MODULES = frozenset(name for name in __all__ if name not in _HOME and name != "__version__") | {
     *("_consolidate_hf_safetensors", "_dedup_save_plans", "_dedup_tensors", "_extension", "_hf_utils"),
-    *("_nested_dict", "_sharded_tensor_utils", "_traverse"),
+    *("_nested_dict", "_sharded_tensor_utils", "_state_dict_stager", "_storage_utils", "_traverse"),
 }
 """What ``holdfast.<module>`` gives without an import of its own, as torch's package does."""
 

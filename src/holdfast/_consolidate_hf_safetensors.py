@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -23,6 +23,7 @@ from holdfast._hf_utils import (
     _get_dcp_custom_metadata,
     _get_dtype,
 )
+from holdfast._names_elsewhere import names_of
 from holdfast._plan.global_plan import describe
 from holdfast._storage.safetensors_writing import ChunkPlace
 from holdfast._storage.writing import deal_neighbours
@@ -32,6 +33,9 @@ from holdfast.planner import SavePlan, WriteItem
 from holdfast.state_dict_saver import save
 
 __all__ = ["consolidate_safetensors_files", "consolidate_safetensors_files_on_every_rank"]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of(__name__, "_hf_utils")
 
 logger = logging.getLogger(__name__)
 

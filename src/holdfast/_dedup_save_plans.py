@@ -1,11 +1,17 @@
 """One writer for each item that several ranks could write, under the name of torch's module."""
 
+from typing import TYPE_CHECKING
+
+from holdfast._names_elsewhere import names_of
 from holdfast._plan import dedup
 from holdfast._plan.all_plans import AllPlans
 from holdfast._plan.write_columns import columns_of
 from holdfast.planner import SavePlan
 
 __all__ = ["dedup_save_plans"]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of(__name__, "planner")
 
 
 def dedup_save_plans(all_plans: list[SavePlan], save_to_lowest_rank: bool = False) -> list[SavePlan]:

@@ -1,11 +1,15 @@
 """Nested states as flat ones and back, under the names of torch's module; ``_plan/flatten`` does it."""
 
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from holdfast import _version
+from holdfast._names_elsewhere import names_of
 from holdfast._plan.flatten import containers_of, flatten, unflatten
 from holdfast._tensors.chunks import is_any_tensor
 from holdfast._traverse import OBJ_PATH
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of(__name__, "_traverse", "metadata")
 
 FLATTEN_MAPPING: TypeAlias = "dict[str, OBJ_PATH]"
 """The path of each flat key."""

@@ -1,7 +1,7 @@
 """ShardedTensors whose shard is sharded again, as FSDP's first version makes them over tensor parallelism."""
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed._shard.metadata import ShardMetadata
@@ -9,9 +9,13 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.remote_device import _remote_device
 
+from holdfast._names_elsewhere import names_of
 from holdfast._traverse import OBJ_PATH, set_element, traverse_state_dict
 from holdfast.errors import PlanError
 from holdfast.utils import _element_wise_add
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of(__name__, "_traverse", "metadata", "utils")
 
 
 def _flatten_sharded_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,14 @@
 """Which storage serves a place, under torch's name."""
 
 import os
+from typing import TYPE_CHECKING
 
+from holdfast._names_elsewhere import names_of
 from holdfast._storage_choice import choose_reader, choose_writer
 from holdfast.storage import StorageReader, StorageWriter
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of(__name__, "filesystem")
 
 
 def _storage_setup(

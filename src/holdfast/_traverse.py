@@ -23,6 +23,8 @@ CONTAINER_TYPE: TypeAlias = "dict[PATH_ITEM, STATE_DICT_ITEM]"
 
 __all__ = ["get_element", "print_tensor", "set_element", "traverse_state_dict"]
 
+_keep_visiting_tensors = is_any_tensor  # as torch calls it
+
 Visitor: TypeAlias = Callable[[OBJ_PATH, Any], None]
 
 

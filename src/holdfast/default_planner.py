@@ -1,7 +1,8 @@
 """The planners that save and load unless the caller brings others, under torch's names."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from holdfast._names_elsewhere import names_of
 from holdfast._plan.global_plan import find_problems
 from holdfast._planners.empty_state_planner import EmptyStateDictLoadPlanner
 from holdfast._planners.load_planner import (
@@ -27,6 +28,22 @@ __all__ = [
     "create_default_local_load_plan",
     "create_default_local_save_plan",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of(
+        __name__,
+        "_dedup_save_plans",
+        "_nested_dict",
+        "_sharded_tensor_utils",
+        "_traverse",
+        "_version",
+        "metadata",
+        "planner",
+        "planner_helpers",
+        "utils",
+        "torch.distributed._shard._utils",
+        "torch.distributed.tensor",
+    )
 
 # Programs that load without a state to load into know it by this name.
 _EmptyStateDictLoadPlanner = EmptyStateDictLoadPlanner

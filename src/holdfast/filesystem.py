@@ -3,18 +3,20 @@
 import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast._file_system import FileSystem, FileSystemBase, open_file_system
 from holdfast._format.item_table import StorageInfo
 from holdfast._format.names import METADATA
 from holdfast._io.page_cache import PageCache, check_page_cache
 from holdfast._io.store import ByteStore
+from holdfast._names_elsewhere import names_of
 from holdfast._storage.item_streams import (
     DEFAULT_SUFFIX,
     SerializationFormat,
     StoragePrefix,
     StorageWriterTransforms,
+    TensorLoader,
     item_size,
     split_by_size_and_type,
     write_item,
@@ -38,6 +40,11 @@ __all__ = [
     "WriteResult",
 ]
 
+if not TYPE_CHECKING:
+    __getattr__ = names_of(
+        __name__, "_hf_utils", "metadata", "planner", "storage", "utils", "torch.distributed._shard._utils"
+    )
+
 
 CURRENT_DCP_VERSION = VERSION
 
@@ -46,6 +53,7 @@ _metadata_fn = METADATA
 _StorageInfo = StorageInfo
 _StoragePrefix = StoragePrefix
 _StorageWriterTransforms = StorageWriterTransforms
+_TensorLoader = _SerialCpuLoader = _OverlappingCpuLoader = TensorLoader
 _item_size = item_size
 _split_by_size_and_type = split_by_size_and_type
 _write_item = write_item
@@ -195,3 +203,6 @@ class FileSystemReader(_OfFileSystem, StoreReader):
         self.registry = self._extension_registry or ExtensionRegistry()
         self.fs = FileSystem()
         self.path = self.fs.init_path(self.path)
+
+
+_FileSystemWriter = FileSystemWriter

@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from holdfast._names_elsewhere import names_of
 from holdfast._torch_compat.torch_records import to_ours
 from holdfast.conversion import convert
 from holdfast.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
@@ -27,6 +28,18 @@ __all__ = [
     "dcp_to_torch_save",
     "torch_save_to_dcp",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of(
+        __name__,
+        "_nested_dict",
+        "filesystem",
+        "metadata",
+        "planner",
+        "state_dict_saver",
+        "storage",
+        "torch.distributed._shard._utils",
+    )
 
 
 class BroadcastingTorchSaveReader(TorchSaveReader):

@@ -5,7 +5,7 @@ import importlib
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.futures import Future
@@ -15,6 +15,7 @@ from holdfast._hf_utils import _HFStorageInfo
 from holdfast._io import pool
 from holdfast._io.page_cache import PageCache
 from holdfast._known_methods import known_to_engine
+from holdfast._names_elsewhere import names_of
 from holdfast._plan.dtype_fit import float_dtype
 from holdfast._plan.key_renaming import Rename, renaming
 from holdfast._ranks.exchange import Exchange
@@ -32,6 +33,11 @@ from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner, ReadItem
 
 __all__ = ["HuggingFaceStorageReader", "HuggingFaceStorageWriter"]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of(
+        __name__, "_consolidate_hf_safetensors", "_hf_utils", "filesystem", "metadata", "planner", "storage"
+    )
 
 _metadata_fn = INDEX
 
@@ -53,9 +59,10 @@ class HuggingFaceStorageWriter(SafetensorsWriter, FileSystemWriter):
             ``weight_map`` of an index has it. Every tensor of the state must be in it, and nothing else. By
             default there is one file, ``model-00001-of-00001.safetensors``.
         thread_count: How many threads of each rank write.
-        save_distributed: Accepted for compatibility: sharded tensors are always written by the ranks that
-            have them, and a state that only one rank has by that rank.
-        enable_consolidation: Accepted for compatibility: the files are always whole.
+        save_distributed: Without ``enable_consolidation``, headers say besides where each tensor begins in
+            the whole one (at its beginning), for programs that join shards. Sharded tensors are always
+            written by the ranks that have them, and a state that only one rank has by that rank.
+        enable_consolidation: As torch's. The files are always whole.
         thread_count_consolidation: Accepted for compatibility: there is no second pass.
         token: Accepted for compatibility; places that need one are not reached by this class.
         max_shard_size: The most bytes of tensors in a file: a number, or text such as ``"5GB"``. A model that
@@ -98,6 +105,7 @@ class HuggingFaceStorageWriter(SafetensorsWriter, FileSystemWriter):
             None if max_shard_size is None else parse_size(max_shard_size),
             float_dtype(dtype),
             None if rename is None else renaming(rename),
+            as_shards=save_distributed and not enable_consolidation,
         )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -1,12 +1,13 @@
 """Loads the sharded optimizer state of FSDP's first version, without an optimizer that already has one."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from holdfast._engine.adapt import adapt_reader
+from holdfast._names_elsewhere import names_of
 from holdfast._nested_dict import unflatten_state_dict
 from holdfast._storage.store_reader import StoreReader
 from holdfast.default_planner import DefaultLoadPlanner
@@ -16,6 +17,11 @@ from holdfast.state_dict_loader import _load_state_dict
 from holdfast.storage import StorageReader
 
 __all__ = ["load_sharded_optimizer_state_dict"]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of(
+        __name__, "_nested_dict", "metadata", "planner", "planner_helpers", "state_dict_loader", "utils"
+    )
 
 
 def load_sharded_optimizer_state_dict(

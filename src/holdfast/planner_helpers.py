@@ -4,13 +4,14 @@ The default planners work on columns instead; these are for planners that make r
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from holdfast._names_elsewhere import names_of
 from holdfast._plan.local_plan import plan_local_save
 from holdfast._plan.metadata_entries import directory_of
 from holdfast._plan.reshard import fill_chunk
@@ -29,6 +30,9 @@ from holdfast.metadata import (
 from holdfast.planner import LoadItemType, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 __all__ = ["create_read_items_for_chunk_list"]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of(__name__, "metadata", "resharding")
 
 
 def _create_write_items(fqn: str, object: Any) -> list[WriteItem]:

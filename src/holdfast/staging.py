@@ -6,10 +6,11 @@
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
+from holdfast._names_elsewhere import names_of
 from holdfast._staging.buffer_pool import WhenBusy
 from holdfast._staging.stage import Staging
 from holdfast._staging.staged import StagedState
@@ -17,6 +18,9 @@ from holdfast._staging.state_tree import leaves_of
 from holdfast.errors import PlanError
 
 __all__ = ["AsyncStager", "BlockingAsyncStager", "DefaultStager", "StagingOptions"]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of(__name__, "_state_dict_stager", "metadata", "torch.distributed._state_dict_utils")
 
 State: TypeAlias = dict[str, Any]
 

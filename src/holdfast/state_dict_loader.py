@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from holdfast._engine.load import run_load
 from holdfast._engine.load_into import load_into
 from holdfast._engine.repeated_load import EarlierAttempt, repeat_if_replaced
 from holdfast._io.page_cache import PageCache
+from holdfast._names_elsewhere import names_of
 from holdfast._ranks.group_exchange import DEFAULT_PEER_TIMEOUT, open_exchange
 from holdfast._storage_choice import choose_reader
 from holdfast._transfer_recorder import TransferRecorder
@@ -30,6 +31,9 @@ from holdfast.stateful import Stateful
 from holdfast.storage import StorageReader
 
 __all__ = ["load", "load_state_dict"]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of(__name__, "_storage_utils", "default_planner", "logger", "planner", "utils")
 
 
 @checked_call("storage_reader")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from typing_extensions import deprecated
@@ -25,6 +25,7 @@ from holdfast._engine.tensor_subclasses import open_subclasses
 from holdfast._format.manifest import encode_user_metadata
 from holdfast._io.page_cache import PageCache
 from holdfast._io.progress import Progress
+from holdfast._names_elsewhere import names_of
 from holdfast._ranks.group_exchange import DEFAULT_PEER_TIMEOUT, open_exchange
 from holdfast._storage_choice import choose_save_planner, choose_writer
 from holdfast._transfer_recorder import TransferRecorder
@@ -49,6 +50,9 @@ __all__ = [
     "save_state_dict",
     "set_grace_period",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of(__name__, "_storage_utils", "logger", "planner", "staging", "storage", "utils")
 
 
 @checked_call("storage_writer")

@@ -7,12 +7,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import add, sub
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
+from holdfast._names_elsewhere import names_of
 from holdfast._tensors.chunks import find_chunk, is_sharded, is_tensor
 from holdfast._user_warning import warn_user
 from holdfast.api import _is_wrapped_exception, _wrap_exception
@@ -20,6 +21,9 @@ from holdfast.errors import WRAPPED_EXCEPTION, CheckpointException, PlanError, p
 from holdfast.metadata import MetadataIndex
 
 __all__ = ["CheckpointException", "find_state_dict_object", "find_tensor_shard"]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of(__name__, "metadata")
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -21,7 +21,7 @@ from tests.support.sweeps import sweep
 from typing_extensions import override
 
 import holdfast as dcp
-from holdfast._format.safetensors_index import is_shard
+from holdfast._format.safetensors_index import LONE_SHARD, is_shard
 from holdfast._storage.safetensors_layout import ExportOptions
 from holdfast.filesystem import FileSystem
 
@@ -121,7 +121,7 @@ def _save(state: dict[str, torch.Tensor], folder: str, options: dict[str, Any]) 
         _save_as_torch_does(state, folder)
     elif options is ONE_SHARD:
         writer = dcp.HuggingFaceStorageWriter(folder)
-        writer.options = ExportOptions(as_shard=True)
+        writer.options = ExportOptions(lone_name=LONE_SHARD, as_shards=True)
         dcp.save(state, storage_writer=writer, no_dist=True)
     else:
         export(state, folder, **options)

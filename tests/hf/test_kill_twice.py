@@ -10,8 +10,10 @@ import pytest
 import torch
 from tests.hf.model_files import export, load, model_files, same
 
+import holdfast
 from holdfast._io.local_ranges import LocalRanges
 from holdfast._storage import safetensors_writer, store_writer
+from holdfast.cli import main
 
 OLD, NEW = ({"a": torch.full((8,), float(n)), "b": torch.arange(4) + n} for n in range(2))
 
@@ -57,6 +59,26 @@ def test_files_of_a_killed_save_go_though_the_next_one_was_killed_before_it_remo
     export(NEW, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     assert same(load(tmp_path, NEW), NEW)
+
+
+def _save_of_another_kind(folder: Path) -> None:
+    holdfast.save(NEW, checkpoint_id=folder)
+
+
+def _clean(folder: Path) -> None:
+    assert main(["clean", str(folder)]) == 0
+
+
+@pytest.mark.parametrize("remove", [_save_of_another_kind, _clean])
+def test_files_of_a_killed_save_go_without_another_one_of_safetensors(
+    tmp_path: Path, remove: Callable[[Path], None]
+) -> None:
+    export(OLD, tmp_path)
+    killed("write_chunks")(tmp_path, max_shard_size=40)
+    assert list(tmp_path.glob(".*.tmp"))
+    remove(tmp_path)
+    assert not list(tmp_path.glob(".*.tmp"))
+    assert same(load(tmp_path, OLD), OLD)
 
 
 @pytest.mark.parametrize("old", [{}, {"max_shard_size": "1GB"}])

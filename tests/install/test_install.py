@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tests.support.ranks import python_environment
 from tests.support.stock_torch import IS_NEWEST
 from torch.distributed.checkpoint import (
@@ -447,6 +447,28 @@ def test_programs_that_import_safetensors_find_its_part_for_torch(tmp_path: Path
     command = [sys.executable, "-W", "ignore", "-c", CONSOLIDATE, str(tmp_path / "a"), str(tmp_path / "b")]
     (tmp_path / "b").mkdir()
     subprocess.run(command, env={**python_environment(), "HOLDFAST_INSTALL": "0"}, check=True)
+
+
+@pytest.mark.skipif(not IS_NEWEST, reason="older torches write safetensors in other ways")
+@pytest.mark.parametrize("mapping", [None, {"a": 1, "b": 2}])
+def test_programs_that_join_shards_themselves_find_in_headers_where_each_begins(
+    tmp_path: Path, mapping: dict[str, int] | None
+) -> None:
+    shards, joined = tmp_path / "shards", tmp_path / "joined"
+    joined.mkdir()
+    saved = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2)}
+    writer = dcp.HuggingFaceStorageWriter(str(shards), save_distributed=True, fqn_to_index_mapping=mapping)
+    dcp.save(saved, storage_writer=writer)
+    # A function that we do not replace; other packages have copies of it.
+    importlib.import_module("torch.distributed.checkpoint._consolidate_hf_safetensors")
+    dcp._consolidate_hf_safetensors._consolidate_safetensors_files(
+        input_dir=str(shards),
+        output_dir=str(joined),
+        fqn_to_file_mapping=dict.fromkeys(saved, "model.safetensors"),
+        num_threads=1,
+    )
+    found = load_file(joined / "model.safetensors")
+    assert all(torch.equal(found[key], value) for key, value in saved.items())
 
 
 CHILD = """

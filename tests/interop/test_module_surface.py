@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,16 +46,17 @@ NAMES = {
     "_sharded_tensor_utils": "_flatten_sharded_tensors",
     "_state_dict_stager": "StateDictStager",
     "_storage_utils": "_storage_setup",
-    "_traverse": """CONTAINER_TYPE OBJ_PATH PATH_ITEM STATE_DICT_ITEM get_element print_tensor set_element
-        traverse_state_dict traverse_state_dict_v_2_3""",
+    "_traverse": """CONTAINER_TYPE OBJ_PATH PATH_ITEM STATE_DICT_ITEM _keep_visiting_tensors get_element
+        print_tensor set_element traverse_state_dict traverse_state_dict_v_2_3""",
     "_version": "_derived_version",
     "api": "CheckpointException WRAPPED_EXCEPTION _is_wrapped_exception _wrap_exception",
     "default_planner": """DefaultLoadPlanner DefaultSavePlanner _EmptyStateDictLoadPlanner
         _create_default_local_metadata _validate_global_plan create_default_global_load_plan
         create_default_global_save_plan create_default_local_load_plan create_default_local_save_plan""",
     "filesystem": """CURRENT_DCP_VERSION DEFAULT_SUFFIX FileSystem FileSystemBase FileSystemReader
-        FileSystemWriter SerializationFormat _StorageInfo _StoragePrefix _StorageWriterTransforms _item_size
-        _metadata_fn _split_by_size_and_type _write_item""",
+        FileSystemWriter SerializationFormat _FileSystemWriter _OverlappingCpuLoader _SerialCpuLoader
+        _StorageInfo _StoragePrefix _StorageWriterTransforms _TensorLoader _item_size _metadata_fn
+        _split_by_size_and_type _write_item""",
     "logger": "_dcp_logger _dcp_method_logger",
     "logging_handlers": "DCP_LOGGER_NAME",
     "optimizer": "load_sharded_optimizer_state_dict",
@@ -102,11 +104,57 @@ def test_every_name_is_there(module: str) -> None:
     assert getattr(holdfast, module) is ours
 
 
+THEIR_MODULES = {module.name for module in pkgutil.iter_modules(torch.distributed.checkpoint.__path__)}
+NAMES_NOT_HERE = {
+    *("PGTransport", "_ProcessBasedAsyncCheckpointExecutor", "_ThreadBasedAsyncCheckpointExecutor"),
+}
+"""Of the modules that are not here."""
+
+
+@pytest.mark.parametrize("module", sorted(THEIR_MODULES - NOT_HERE))
+def test_names_that_torchs_modules_have_from_each_other_are_there(module: str) -> None:
+    package = "torch.distributed.checkpoint"
+    ours, theirs = both(module)
+    for name, value in vars(theirs).items():
+        home = str(getattr(value, "__module__", ""))
+        is_imported = home.startswith(f"{package}.") and home != theirs.__name__
+        if is_imported and name not in NAMES_NOT_HERE and not name.startswith("__"):
+            assert hasattr(ours, name), f"{module} has no {name} of {home}"
+            its_home = importlib.import_module(home.replace(package, "holdfast"))
+            assert getattr(ours, name) is getattr(its_home, name), name
+    with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
+        _ = ours.no_such_name
+
+
+def test_what_torch_itself_has_elsewhere_is_there_where_programs_import_it() -> None:
+    for module, names in {
+        "default_planner": "DTensor STATE_DICT_TYPE STORAGE_TYPES FLATTEN_MAPPING narrow_tensor_by_index",
+        "filesystem": "STATE_DICT_TYPE narrow_tensor_by_index",
+        "staging": "STATE_DICT_TYPE _copy_state_dict _create_cpu_state_dict",
+    }.items():
+        assert [name for name in names.split() if not hasattr(both(module)[0], name)] == []
+
+
+@pytest.mark.parametrize("name", ["_SerialCpuLoader", "_OverlappingCpuLoader"])
+def test_loaders_of_writers_give_tensors_of_their_own(name: str) -> None:
+    rows = torch.arange(12.0).reshape(3, 4)
+    ours, theirs = both("filesystem")
+    # torch's other loader needs an accelerator.
+    for module in (ours, theirs) if name == "_SerialCpuLoader" else (ours,):
+        loader = getattr(module, name)(lambda row: rows[row])
+        for row in range(3):
+            loader.add(row, row)
+        loader.start_loading()
+        found = list(loader.values())
+        assert [row for _, row in found] == [0, 1, 2]
+        assert all(torch.equal(tensor, rows[row]) for tensor, row in found)
+        assert {tensor.untyped_storage().nbytes() for tensor, _ in found} == {16}
+
+
 @pytest.mark.skipif(not IS_NEWEST, reason="other versions of torch have other modules")
 def test_every_module_is_there_or_named_as_missing() -> None:
-    theirs = {module.name for module in pkgutil.iter_modules(torch.distributed.checkpoint.__path__)}
     ours = {module.name for module in pkgutil.iter_modules(holdfast.__path__)}
-    assert theirs - ours == NOT_HERE
+    assert THEIR_MODULES - ours == NOT_HERE
     page = (Path(__file__).parents[2] / "docs" / "coming_from_torch.md").read_text()
     assert [name for name in NOT_HERE if f"`{name}`" not in page] == []
 
@@ -510,18 +558,24 @@ def test_a_writer_whose_places_have_no_checksums_commits_nothing(tmp_path: Path)
     assert not (tmp_path / ".metadata").exists()
 
 
-def test_a_prefix_of_a_subclass_names_the_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "record", [holdfast.filesystem._StoragePrefix, lambda prefix: SimpleNamespace(prefix=prefix)]
+)
+def test_a_prefix_of_a_subclass_names_the_files(tmp_path: Path, record: Any) -> None:
     class Named(holdfast.FileSystemWriter):
         def prepare_global_plan(self, plans: Any) -> Any:
-            named = [holdfast.filesystem._StoragePrefix(f"mine_{rank}_") for rank in range(len(plans))]
+            named = [record(f"__{rank}_") for rank in range(len(plans))]
             plans = [holdfast.SavePlan(p.items, n, p.planner_data) for p, n in zip(plans, named, strict=True)]
             return super().prepare_global_plan(plans)
 
-    holdfast.save({"t": torch.ones(3)}, storage_writer=Named(tmp_path))
-    assert [path.name for path in tmp_path.glob("*.distcp")] == ["mine_0_0.distcp"]
-    into = torch.zeros(3)
-    holdfast.load({"t": into}, checkpoint_id=tmp_path)
-    assert torch.equal(into, torch.ones(3))
+    for value in (1, 2):
+        holdfast.save({"t": torch.full((3,), value)}, storage_writer=Named(tmp_path))
+        # The files of the save before are gone.
+        (file,) = tmp_path.glob("*.distcp")
+        assert file.name.startswith("__0_0-")
+        into = torch.zeros(3, dtype=torch.int64)
+        holdfast.load({"t": into}, checkpoint_id=tmp_path)
+        assert into.tolist() == [value] * 3
 
 
 def test_saves_and_loads_under_their_old_names(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
 """Owns small neighbours of a file that are read at once: which items, and the piece of the file in memory."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from typing_extensions import Buffer
 
+from holdfast._contents.open_files import StoredFile
 from holdfast._format.item_table import StorageInfo
 from holdfast._io.file_access import FileReader
 from holdfast._io.store import StoreTraits
@@ -59,3 +60,15 @@ class ReadWindow(FileReader):
         self._check_range(offset, len(view))
         at = offset - self._begin
         view[:] = self._content[at : at + len(view)]
+
+
+def read_window(file: StoredFile, infos: Sequence[StorageInfo], *, verify: bool) -> ReadWindow:
+    """Read items of a file that are neighbours at once. Each must still be checked when it is taken out."""
+    begin, end = infos[0].offset, max(info.end for info in infos)
+    content = bytearray(end - begin)
+    file.read_neighbours(
+        begin,
+        memoryview(content),
+        lambda: [info.payload for info in infos if verify and info.is_checked],
+    )
+    return ReadWindow(file.path, begin, content)

@@ -11,7 +11,7 @@ from holdfast._contents.box_target import StoredBox
 from holdfast._contents.item_bytes import ItemBytes, ItemFile, ItemRules, naming
 from holdfast._contents.object_bytes import ObjectBytes, read_object
 from holdfast._contents.open_files import OpenFiles, StoredFile
-from holdfast._contents.read_window import ReadWindow, group_neighbours
+from holdfast._contents.read_window import group_neighbours, read_window
 from holdfast._format.item_table import StorageInfo
 from holdfast._io import pool
 from holdfast._io.pool import Budget, Cancellation
@@ -126,12 +126,8 @@ class ValueReader:
             ) from error
 
     def _read_window(self, group: list[Part], rules: ItemRules) -> None:
-        begin = group[0].info.offset
-        end = max(part.info.end for part in group)
-        content = bytearray(end - begin)
         file = StoredFile(self._files, group[0].info.relative_path)
-        file.read_into(begin, memoryview(content))
-        window = ReadWindow(file.path, begin, content)
+        window = read_window(file, [part.info for part in group], verify=rules.verify)
         for part in group:
             for job in part.jobs(rules, window):
                 job()

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from holdfast._format.safetensors_index import LONE_SHARD
 from holdfast._fsspec_filesystem import FsspecReader, FsspecWriter
 from holdfast._install.door_table import PACKAGE
 from holdfast._install.install_options import InstallOptions
@@ -201,7 +202,7 @@ def _hf_writer(writer: Any, _: InstallOptions) -> Recipe:
         attributes["path"] = path
     if mapping is None and writer.save_distributed and not getattr(writer, "enable_consolidation", None):
         # Who asks for shards may look for their names, as transformers does.
-        attributes["options"] = ExportOptions(as_shard=True)
+        attributes["options"] = ExportOptions(lone_name=LONE_SHARD, as_shards=True)
     return Recipe(HuggingFaceStorageWriter, {"path": path, **arguments}, attributes)
 
 

@@ -1,9 +1,10 @@
 """Items into open streams, for writers that make their files themselves; in torch's terms."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from operator import itemgetter
 from typing import IO, Any, cast
 
 import torch
@@ -40,9 +41,38 @@ class StoragePrefix:
 
     prefix: str
 
-    def name(self, number: int) -> str:
-        """The name of the rank's file ``number``."""
-        return f"{self.prefix}{number}{DEFAULT_SUFFIX}"
+
+class TensorLoader:
+    """Tensors on the host, one after the other, for writers that resolve the items of a plan themselves.
+
+    Args:
+        resolve_fun: Gives the tensor of an object, as ``SavePlanner.resolve_data`` does of an item.
+        stream: Accepted for compatibility: tensors are copied on the stream of the caller.
+        inflight_threshhold: Accepted for compatibility: one tensor is copied at a time.
+    """
+
+    def __init__(
+        self,
+        resolve_fun: Callable[[Any], torch.Tensor],
+        stream: Any = None,  # noqa: ARG002
+        inflight_threshhold: int = 1_000_000,  # noqa: ARG002
+    ) -> None:
+        self.resolve_fun = resolve_fun
+        self.items: list[tuple[int, Any]] = []
+
+    def add(self, size: int, obj: Any) -> None:
+        """Take an object; smaller sizes come first."""
+        self.items.append((size, obj))
+
+    def start_loading(self) -> None:
+        """Does nothing: ``values`` loads."""
+
+    def values(self) -> Iterator[tuple[torch.Tensor, Any]]:
+        """Each tensor with its object. Tensors share their memory with no others."""
+        for _, obj in sorted(self.items, key=itemgetter(0)):
+            tensor = self.resolve_fun(obj).detach().cpu()
+            is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+            yield tensor if is_whole else tensor.clone(), obj
 
 
 class StorageWriterTransforms:

@@ -8,7 +8,7 @@ from operator import itemgetter
 from holdfast._contents.item_bytes import ItemBytes, ItemFile, naming
 from holdfast._contents.object_bytes import read_object
 from holdfast._contents.open_files import StoredFile
-from holdfast._contents.read_window import ReadWindow, group_neighbours
+from holdfast._contents.read_window import group_neighbours, read_window
 from holdfast._format.item_table import StorageInfo
 from holdfast._objects.object_streams import LoadedObject
 from holdfast._storage.destinations import ReadContext
@@ -37,15 +37,9 @@ def _read(context: ReadContext, file: StoredFile, lines: _Lines) -> None:
     if len(lines) == 1:
         _deliver(context, file.path, [_stream_of(context, file, line) for line in lines])
         return
-    begin, end = lines[0][0].offset, max(info.end for info, _ in lines)
-    with context.budget.hold(2 * (end - begin)):  # each value is copied out
-        content = bytearray(end - begin)
-        file.read_neighbours(
-            begin,
-            memoryview(content),
-            lambda: [info.payload for info, _ in lines if context.verify and info.is_checked],
-        )
-        window = ReadWindow(file.path, begin, content)
+    infos = [info for info, _ in lines]
+    with context.budget.hold(2 * (infos[-1].end - infos[0].offset)):  # each value is copied out
+        window = read_window(file, infos, verify=context.verify)
         _deliver(context, file.path, [_stream_of(context, window, line) for line in lines])
 
 

@@ -5,26 +5,19 @@ them. Then nothing commits a model as a whole: a file gets its name when it is c
 last.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from holdfast._format.item_table import StorageInfo
-from holdfast._format.safetensors import StoredTensor, build_header, place_tensors
+from holdfast._format.safetensors import StoredTensor
 from holdfast._format.safetensors_index import INDEX, build_index, is_shard, save_of_temporary, temporary_file
 from holdfast._hf_utils import (
-    CUSTOM_METADATA_KEY,
-    DCP_VERSION_KEY,
-    FORMAT_KEY,
-    FORMAT_VALUE,
-    HF_DCP_VERSION,
-    SAVED_OFFSETS_KEY,
     _gen_file_name,
 )
-from holdfast._io.progress import ProgressTracker
 from holdfast._io.store import ByteStore
 from holdfast._storage.cleanup import delete_quietly
 from holdfast._storage.safetensors_commit import replaced_files
@@ -32,27 +25,23 @@ from holdfast._storage.safetensors_layout import (
     ExportFile,
     ExportOptions,
     ModelLayout,
+    header_attributes,
     places_of_rank,
     refuse_what_is_no_tensor,
     stored_tensor,
 )
-from holdfast._storage.safetensors_writing import write_chunks
 from holdfast.errors import IncompleteWriteError, UsageError
 from holdfast.metadata import ChunkStorageMetadata
-from holdfast.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem
+from holdfast.planner import SavePlan, TensorWriteData, WriteItem
 from holdfast.storage import WriteResult
 
 
 def write_alone(
     store: ByteStore,
     plan: SavePlan,
-    planner: SavePlanner,
     options: ExportOptions,
     save_id: str,
-    *,
-    threads: int,
-    budget: int,
-    progress: ProgressTracker,
+    write_chunks: Callable[[SavePlan], list[WriteResult]],
 ) -> list[WriteResult]:
     """Write the tensors of a plan into files of their own.
 
@@ -61,12 +50,9 @@ def write_alone(
         plan: What to write. Its ``storage_data`` may say ``fqn_to_index_mapping``, and ``shard_index``, the
             number of the rank from 1 on: then files have parts of tensors, and the number in their names.
             Without it each tensor must be whole.
-        planner: Gives the data.
         options: How tensors are cast and renamed.
         save_id: The save.
-        threads: How many threads write, at most.
-        budget: The most memory taken besides the state.
-        progress: Is told of the bytes that were written.
+        write_chunks: Writes the chunks of a plan at their places in files that have their sizes.
 
     Returns:
         The file of each item, without the place in it.
@@ -86,35 +72,44 @@ def write_alone(
     items = [_as_tensor(item, may_be_part=shard is not None) for item in plan.items]
     names = {item.index.fqn: options.new_name(item.index.fqn) for item in items}
     offsets = {names[item.index.fqn]: _offsets(item) for item in plan.items}
-    headers: dict[str, bytes] = {}
     files: list[ExportFile] = []
     for name, tensors in _files(items, options, told, shard).items():
-        attributes = _attributes(tensors, None if shard is None else offsets)
-        files.append(
-            ExportFile(name, temporary_file(len(files), save_id), *place_tensors(tensors, attributes))
-        )
-        headers[name] = build_header(files[-1].tensors, attributes)
+        parts = None if shard is None else {tensor.key: offsets[tensor.key] for tensor in tensors}
+        temporary = temporary_file(len(files), save_id)
+        files.append(ExportFile.of(name, temporary, tensors, header_attributes(parts)))
     whole = replace(plan, items=items)
     whole = replace(whole, storage_data=places_of_rank(ModelLayout(files, names), whole))
+    results = _write_files(store, files, partial(write_chunks, whole))
+    final = {file.temporary: file.name for file in files}
+    written = {result.index: result for result in results}
+    return [_without_place(written[item.index], final) for item in plan.items]
+
+
+def _without_place(result: WriteResult, final: Mapping[str, str]) -> WriteResult:
+    """A result that names the file as it is called in the end, and no place in it."""
+    name = final[result.storage_data.relative_path]
+    return replace(result, storage_data=StorageInfo(name, 0, result.size_in_bytes))
+
+
+def _write_files(
+    store: ByteStore,
+    files: Sequence[ExportFile],
+    write_chunks: Callable[[], list[WriteResult]],
+) -> list[WriteResult]:
+    """Make the files, have them filled, and give them their names; none of them is left after a failure."""
     try:
         for file in files:
             store.reserve(file.temporary, file.nbytes)
             with store.open_ranges(file.temporary) as output:
-                output.write_at(0, memoryview(headers[file.name]))
-        results = write_chunks(store, whole, planner, threads=threads, budget=budget, progress=progress)
+                output.write_at(0, memoryview(file.header()))
+        results = write_chunks()
         for file in files:
             store.rename(file.temporary, file.name)
         store.sync()
     except BaseException:
         delete_quietly(store, {file.temporary for file in files})
         raise
-    final = {file.temporary: file.name for file in files}
-    nbytes = {result.index: result.size_in_bytes for result in results}
-    places = {result.index: final[result.storage_data.relative_path] for result in results}
-    return [
-        WriteResult(item.index, nbytes[item.index], StorageInfo(places[item.index], 0, nbytes[item.index]))
-        for item in plan.items
-    ]
+    return results
 
 
 def _as_tensor(item: WriteItem, *, may_be_part: bool) -> WriteItem:
@@ -162,17 +157,6 @@ def _files(
             )
         of_file[tensor.key] = tensor
     return {name: list(of_file.values()) for name, of_file in files.items()}
-
-
-def _attributes(
-    tensors: Sequence[StoredTensor], offsets: Mapping[str, Sequence[int]] | None
-) -> dict[str, str]:
-    """What the header of a file says besides its tensors; of parts, where they begin."""
-    attributes = {FORMAT_KEY: FORMAT_VALUE}
-    if offsets is not None:
-        parts = {tensor.key: {SAVED_OFFSETS_KEY: offsets[tensor.key]} for tensor in tensors}
-        attributes |= {DCP_VERSION_KEY: str(HF_DCP_VERSION), CUSTOM_METADATA_KEY: json.dumps(parts)}
-    return attributes
 
 
 def finish_alone(store: ByteStore, results: Sequence[Sequence[WriteResult]]) -> None:

@@ -1,5 +1,6 @@
 """From the plans of all ranks to the safetensors files of a model: which tensor lies where in which file."""
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -19,6 +20,14 @@ from holdfast._format.safetensors_index import (
     numbered_name,
     temporary_file,
 )
+from holdfast._hf_utils import (
+    CUSTOM_METADATA_KEY,
+    DCP_VERSION_KEY,
+    FORMAT_KEY,
+    FORMAT_VALUE,
+    HF_DCP_VERSION,
+    SAVED_OFFSETS_KEY,
+)
 from holdfast._plan.dtype_fit import FLOAT4, cast_floats
 from holdfast._plan.write_columns import BYTE_IO, Form, columns_of
 from holdfast.errors import InvalidPlanError, UsageError
@@ -37,14 +46,17 @@ class ExportOptions:
         max_shard_size: The most bytes of tensors in a file; None for one file.
         dtype: What floating-point tensors are cast to; None to keep them.
         rename: What a key is called in the files; None to keep it.
-        as_shard: One file is named as torch names the first of its shards, for readers that look for those.
+        lone_name: The name of the file if neither ``mapping`` nor ``max_shard_size`` is given.
+        as_shards: Headers say where each tensor begins in the whole one, as those of torch's shards do:
+            programs that join shards ask for it.
     """
 
     mapping: Mapping[str, int | str] | None = None
     max_shard_size: int | None = None
     dtype: torch.dtype | None = None
     rename: Callable[[str], str] | None = None
-    as_shard: bool = False
+    lone_name: str = numbered_name(1, 1)
+    as_shards: bool = False
 
     def new_name(self, key: str) -> str:
         """What a key is called in the files."""
@@ -70,16 +82,26 @@ class ExportFile(NamedTuple):
         temporary: What it is called while it is written.
         tensors: Its tensors, in the order in which they lie.
         nbytes: Its size.
+        attributes: What its header says besides.
     """
 
     name: str
     temporary: str
     tensors: list[StoredTensor]
     nbytes: int
+    attributes: Mapping[str, str]
 
-    def header(self, identity: str) -> bytes:
-        """Its header, once its content is known. All identities have the same length."""
-        return build_header(self.tensors, {"format": "pt", IDENTITY: identity})
+    @classmethod
+    def of(
+        cls, name: str, temporary: str, tensors: Sequence[StoredTensor], attributes: Mapping[str, str]
+    ) -> "ExportFile":
+        """The file, its tensors at their places."""
+        return cls(name, temporary, *place_tensors(tensors, attributes), attributes)
+
+    def header(self, identity: str | None = None) -> bytes:
+        """Its header, once the content is known that the identity stands for. All have the same length."""
+        more = {} if identity is None else {IDENTITY: identity}
+        return build_header(self.tensors, {**self.attributes, **more})
 
 
 @dataclass(frozen=True)
@@ -201,7 +223,11 @@ def lay_out(
     keys = list(dict.fromkeys([*keys, *found]))
     names = {key: found[key].key for key in keys}
     _refuse_doubles(names)
-    return ModelLayout(_place(_files([found[key] for key in keys], options), save_id), names)
+    files = [
+        ExportFile.of(name, temporary_file(number, save_id), tensors, _attributes(tensors, options))
+        for number, (name, tensors) in enumerate(_files([found[key] for key in keys], options).items())
+    ]
+    return ModelLayout(files, names)
 
 
 def stored_tensor(key: str, dtype: torch.dtype, size: Sequence[int], options: ExportOptions) -> StoredTensor:
@@ -221,7 +247,7 @@ def _files(tensors: Sequence[StoredTensor], options: ExportOptions) -> dict[str,
         return files_by_mapping(tensors, options.mapping)
     if options.max_shard_size is not None:
         return files_by_size(tensors, options.max_shard_size)
-    return {LONE_SHARD if options.as_shard else numbered_name(1, 1): list(tensors)}
+    return {options.lone_name: list(tensors)}
 
 
 def for_streams(layout: ModelLayout, taken: Collection[str], save_id: str) -> ModelLayout:
@@ -234,12 +260,18 @@ def for_streams(layout: ModelLayout, taken: Collection[str], save_id: str) -> Mo
     return replace(layout, files=files, in_place=False)
 
 
-def _place(files: Mapping[str, Sequence[StoredTensor]], save_id: str) -> list[ExportFile]:
-    attributes = {"format": "pt", IDENTITY: "0" * IDENTITY_DIGITS}
-    return [
-        ExportFile(name, temporary_file(number, save_id), *place_tensors(tensors, attributes))
-        for number, (name, tensors) in enumerate(files.items())
-    ]
+def _attributes(tensors: Sequence[StoredTensor], options: ExportOptions) -> dict[str, str]:
+    parts = {tensor.key: [0] * len(tensor.shape) for tensor in tensors} if options.as_shards else None
+    return {**header_attributes(parts), IDENTITY: "0" * IDENTITY_DIGITS}
+
+
+def header_attributes(offsets: Mapping[str, Sequence[int]] | None) -> dict[str, str]:
+    """What torch's header of a file says besides its tensors; of parts, where they begin."""
+    attributes = {FORMAT_KEY: FORMAT_VALUE}
+    if offsets is not None:
+        parts = {key: {SAVED_OFFSETS_KEY: list(offset)} for key, offset in offsets.items()}
+        attributes |= {DCP_VERSION_KEY: str(HF_DCP_VERSION), CUSTOM_METADATA_KEY: json.dumps(parts)}
+    return attributes
 
 
 def places_of_rank(layout: ModelLayout, plan: SavePlan) -> RankPlaces:

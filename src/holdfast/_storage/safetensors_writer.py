@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch.futures import Future
@@ -114,19 +115,18 @@ class SafetensorsWriter(StoreWriter):
         self.expect_files(plan)
         ours, values = to_ours(plan), our_save_planner(planner)
         places, context = plan.storage_data, self.context
+        write = partial(
+            write_chunks,
+            self.store,
+            planner=values,
+            threads=self.thread_count,
+            budget=self.memory_budget,
+            progress=context.progress,
+        )
         results = []
         if not isinstance(places, RankPlaces):
             self.store.make()
-            results = write_alone(
-                self.store,
-                ours,
-                values,
-                self.options,
-                self.save_id,
-                threads=self.thread_count,
-                budget=self.memory_budget,
-                progress=context.progress,
-            )
+            results = write_alone(self.store, ours, self.options, self.save_id, write)
             ours = dataclasses.replace(ours, items=[])
         if isinstance(places, StreamPlaces):
             results = write_streams(
@@ -140,14 +140,7 @@ class SafetensorsWriter(StoreWriter):
             items = [item for item in ours.items if item.index.fqn not in places.owners]
             ours = dataclasses.replace(ours, items=items)
         if ours.items:
-            results += write_chunks(
-                self.store,
-                ours,
-                values,
-                threads=self.thread_count,
-                budget=self.memory_budget,
-                progress=context.progress,
-            )
+            results += write(ours)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done

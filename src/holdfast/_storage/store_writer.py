@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -36,6 +37,7 @@ from holdfast._storage.cleanup import (
 )
 from holdfast._storage.committed import CommittedMetadata
 from holdfast._storage.item_places import ItemPlaces, StorageData
+from holdfast._storage.item_streams import DEFAULT_SUFFIX
 from holdfast._storage.metadata_writing import VERSION, dump_manifest, make_manifest
 from holdfast._storage.results import result_columns
 from holdfast._storage.store_place import AtStore, new_id
@@ -197,7 +199,7 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
                 self.store,
                 to_ours(plan),
                 our_save_planner(planner),
-                name_file=plan.storage_data.name,
+                name_file=partial(self._file_name, plan.storage_data),
                 one_file=self.single_file_per_rank,
                 threads=self._threads,
                 durable=self.sync_files,
@@ -214,6 +216,13 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
         done.set_result(results)
         return done
 
+    def _file_name(self, told: Any, number: int) -> str:
+        """The name of a file of this rank. Subclasses may tell ranks any object with a ``prefix``."""
+        if isinstance(told, FilePrefix):
+            return told.name(number)
+        # No other save has this name: the files of the one before stay until this one is complete.
+        return f"{told.prefix}{number}-{self.save_id[:SAVE_DIGITS]}{DEFAULT_SUFFIX}"
+
     @property
     def _threads(self) -> int:
         return max(self.thread_count, _TRANSFORM_THREADS) if self.extensions else self.thread_count
@@ -221,7 +230,7 @@ class StoreWriter(AtStore[ByteStore], StorageWriter):
     def expect_files(self, plan: SavePlan) -> None:
         """Remember the files that ``write_data`` makes at most, here or in another process."""
         count = self._threads if self.single_file_per_rank else len(plan.items)
-        self._written = list(map(plan.storage_data.name, range(count)))
+        self._written = [self._file_name(plan.storage_data, number) for number in range(count)]
         self._keep_lease(plan)
 
     def _keep_lease(self, plan: SavePlan) -> None:

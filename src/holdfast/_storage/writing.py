@@ -80,13 +80,7 @@ def write_items(
         with store.create(name, nbytes_hint=hint, durable=durable) as file:
             file.progress = progress
             writer = ItemWriter(file, file_number, work.columns, transforms, copy_at_once)
-            for portion in work.portions(numbers):
-                cancellation.check()
-                with work.naming(portion):
-                    work.write(writer, portion)
-            # What was buffered leaves only now: any of the file's items may be the one that fails.
-            with work.naming(numbers):
-                items = writer.finish()
+            items = work.write_file(writer, numbers, cancellation)
         finished.append(name)
         return items
 
@@ -122,7 +116,19 @@ class _Work:
         self._values = own_values(planner, "resolve_data") if straight else None
         self._layouts = LayoutTable()
 
-    def portions(self, numbers: Sequence[int]) -> Iterator[Sequence[int]]:
+    def write_file(
+        self, writer: ItemWriter, numbers: Sequence[int], cancellation: Cancellation
+    ) -> WrittenItems:
+        """Write some lines, which are all of a file."""
+        for portion in self._portions(numbers):
+            cancellation.check()
+            with self._naming(portion):
+                self._write(writer, portion)
+        # What was buffered leaves only now: any of the file's items may be the one that fails.
+        with self._naming(numbers):
+            return writer.finish()
+
+    def _portions(self, numbers: Sequence[int]) -> Iterator[Sequence[int]]:
         """The lines in their order, small whole tensors together and everything else alone."""
         if self._values is None:
             yield from ([number] for number in numbers)
@@ -142,7 +148,7 @@ class _Work:
             if portion:
                 yield portion
 
-    def write(self, writer: ItemWriter, portion: Sequence[int]) -> None:
+    def _write(self, writer: ItemWriter, portion: Sequence[int]) -> None:
         """Write one portion."""
         first = portion[0]
         if self._values is None or self.columns.kinds[first] == BYTE_IO:
@@ -177,7 +183,7 @@ class _Work:
         return data
 
     @contextlib.contextmanager
-    def naming(self, numbers: Sequence[int]) -> Iterator[None]:
+    def _naming(self, numbers: Sequence[int]) -> Iterator[None]:
         """Say what was being written when the system or a store reports an error and knows only the file."""
         try:
             yield

@@ -4,12 +4,14 @@ import argparse
 import time
 import uuid
 
-from holdfast._format.names import METADATA, is_leftover, parse_data_file, save_of_lease
+from holdfast._format.names import METADATA, is_leftover, save_of_lease
+from holdfast._format.safetensors_index import INDEX
 from holdfast._io.lease import take_lease
 from holdfast._io.lease_file import EXPIRY_SECONDS, living_and_dead
 from holdfast._io.store import ByteStore
 from holdfast._steps.root_files import steps_being_deleted
 from holdfast._steps.step_deletion import finish_deletion
+from holdfast._storage.cleanup import known_by, remove_dead
 from holdfast.cli.exit_codes import FINE
 from holdfast.cli.run_steps import open_root
 from holdfast.cli.text import counted, printable, write_json, write_lines
@@ -51,8 +53,8 @@ def _clean(place: ByteStore, *, dry_run: bool) -> int:
         return 0
     if dry_run:
         saves = {save_of_lease(name) for name in dead}
-        files = [name for name in names if (file := parse_data_file(name)) and file.save in saves]
-        return len(dead) + len(unnamed) + (0 if METADATA in names else len(files))
+        files = [name for name in names if known_by(name) in saves]
+        return len(dead) + len(unnamed) + (0 if METADATA in names or INDEX in names else len(files))
     place.delete(unnamed)
     if dead:
         _remove_dead(place)
@@ -64,8 +66,6 @@ def _clean(place: ByteStore, *, dry_run: bool) -> int:
 
 def _remove_dead(place: ByteStore) -> None:
     """Do what a save does at its beginning."""
-    from holdfast._storage.cleanup import remove_dead  # noqa: PLC0415 - brings torch
-
     lease = take_lease(place, uuid.uuid4().hex, shared=False)
     try:
         remove_dead(place, lease)

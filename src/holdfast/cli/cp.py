@@ -21,6 +21,7 @@ from holdfast._io.lease import Lease, take_lease
 from holdfast._io.places import open_place
 from holdfast._io.progress import STRIDE, ProgressTracker
 from holdfast._io.store import ByteStore, FileSource
+from holdfast._storage import cleanup
 from holdfast.cli.exit_codes import FINE
 from holdfast.cli.text import Style, counted, printable, size_text, write_json, write_lines
 from holdfast.errors import (
@@ -116,9 +117,6 @@ class _CopiedPart:
             lease.release()
 
     def _copy_under(self, lease: Lease) -> None:
-        # It brings torch, which takes seconds; looking at checkpoints must not, copying gigabytes may.
-        from holdfast._storage import cleanup  # noqa: PLC0415
-
         rank = self.part.rank
         cleanup.remove_dead(self.target, lease)
         replaced = cleanup.files_to_replace(self.target, rank=rank)
