@@ -4,7 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.support.stock_torch import stock_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import holdfast as hf
 from holdfast.errors import PlanError
@@ -80,6 +84,24 @@ def test_a_model_with_tied_weights_is_loaded_if_one_of_their_names_is_stored(
     assert torch.equal(model.first.weight, saved.first.weight)
     with pytest.raises(PlanError, match=r"last\.weight: Missing key"):
         hf.load(untied, checkpoint_id=tmp_path)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_rank_without_elements_of_a_tied_tensor_has_loaded_it(tmp_path: Path, device: str) -> None:
+    hf.save({"a": torch.ones(1, 2)}, checkpoint_id=tmp_path)
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        tied = DTensor.from_local(
+            torch.empty(0, 2, device=device), mesh, [Shard(0)], shape=torch.Size((1, 2)), stride=(2, 1)
+        )
+        state = {"a": tied, "b": tied}
+        result = hf.load(state, checkpoint_id=tmp_path, no_dist=True)
+    finally:
+        dist.destroy_process_group()
+    assert (result.loaded, result.left_alone) == (("a", "b"), ())
+    assert state["a"] is state["b"]
+    assert not state["b"].is_meta
 
 
 def test_a_tied_tensor_is_missing_if_its_stored_name_has_another_shape(tmp_path: Path) -> None:

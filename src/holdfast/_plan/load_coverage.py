@@ -68,12 +68,9 @@ def _divide(
     if not unread:
         return list(state), []
     directory = directory_of(metadata)
-    filled = also_filled(state, planned)
-    left_alone = [
-        key for key in unread if key not in filled and not _needs_no_read(key, state[key], directory)
-    ]
-    left = set(left_alone)
-    return [key for key in state if key not in left], left_alone
+    done = {*planned, *(key for key in unread if _needs_no_read(key, state[key], directory))}
+    done |= also_filled(state, done)
+    return [key for key in state if key in done], [key for key in unread if key not in done]
 
 
 def _needs_no_read(key: str, value: Any, directory: Directory) -> bool:

@@ -148,12 +148,16 @@ class DefaultLoadPlanner(LoadPlanner, HasOwnValues):
             return new_plan
         planned = set(keys_of(new_plan))
         stored = () if self.metadata is None else directory_of(self.metadata).numbers
+        # A rank that holds no element of a sharded tensor reads nothing of it.
+        planned |= {
+            key
+            for key, value in waiting
+            if key in stored and not any(part.numel() for part in local_parts(value))
+        }
         planned |= also_filled(self.state_dict, planned)
         memory = MetaMemory(self.device)
         for key, value in waiting:
-            # A rank that holds no element of a sharded tensor reads nothing of it.
-            holds_nothing = key in stored and not any(part.numel() for part in local_parts(value))
-            if key in planned or holds_nothing:
+            if key in planned:
                 self.put(key, memory.give(value))
         return new_plan
 
