@@ -161,11 +161,6 @@ class Metadata(RecordedSave):
     storage_meta: StorageMeta | None = None
     version: str | None = None
 
-    def __repr__(self) -> str:
-        """Short: a prompt shows what a save returns."""
-        count = len(self.state_dict_metadata)
-        return f"<{type(self).__name__} of {count:,} key{'' if count == 1 else 's'}: see its fields>"
-
 
 @dataclass(frozen=True)
 class MetadataIndex:
