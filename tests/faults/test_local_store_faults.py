@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import gc
 import json
 import os
 import re
@@ -31,6 +32,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def _nothing_is_leaked() -> Iterator[None]:
+    gc.collect()  # what earlier tests have left in cycles may hold files open
     before = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     yield
     assert (set(threading.enumerate()), len(os.listdir("/proc/self/fd"))) == before

@@ -31,7 +31,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     if request.param == "torch's":
         holdfast.uninstall()
     state = {"one": torch.arange(4096.0), "two": -torch.arange(4096.0), "step": 3}
-    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path)
     holdfast.install()
     return tmp_path
 
@@ -75,7 +75,7 @@ class HidingReader(FileSystemReader):
 
 def load(reader: Any, *keys: str) -> dict[str, Any]:
     state = {key: torch.zeros(4096) for key in keys}
-    dcp.load(state, storage_reader=reader, no_dist=True)
+    dcp.load(state, storage_reader=reader)
     return state
 
 
@@ -97,7 +97,7 @@ def test_fewer_keys(checkpoint: Path) -> None:
 
 
 def test_a_flipped_byte_is_noticed_under_another_name(tmp_path: Path) -> None:
-    dcp.save({"one": torch.ones(4096)}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"one": torch.ones(4096)}, checkpoint_id=tmp_path)
     file = next(tmp_path.glob("__*.distcp"))
     data = bytearray(file.read_bytes())
     data[5000] ^= 1
