@@ -307,6 +307,14 @@ def test_whatever_happens_the_newest_sound_step_stays_and_is_found(
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
+def test_a_deletion_that_was_cut_off_before_a_damaged_commit_file_went_is_over_at_the_next_prune() -> None:
+    before = [("save", 1, 0), ("save", 1, 0), ("damage newest", 2, 0)]
+    for at in range(50, 80):  # among them the calls of the deletion
+        live(2, [*before, ("crash in save", 1, at), ("damage newest", 0, 0)])
+
+
+@pytest.mark.slow
 @pytest.mark.soak
 @settings(RELAXED, max_examples=10_000, derandomize=False)
 @given(HISTORIES)

@@ -14,6 +14,7 @@ from holdfast._io.lease_file import living_and_dead
 from holdfast._io.store import ByteStore
 from holdfast._steps.root_files import deleting_name, marks_of_damage, pinned_name, read_json
 from holdfast._steps.step_list import Step
+from holdfast.errors import IntegrityError
 
 
 def delete_step(root: ByteStore, place: ByteStore, step: Step) -> bool:
@@ -57,7 +58,10 @@ def finish_deletion(root: ByteStore, place: ByteStore, folder: str) -> None:
         # Cut off before the commit file went, so that all stays; or saved again since. No other save has
         # files of the names that ours have.
         metadata = place.read(METADATA, max_bytes=LARGEST_METADATA)
-        named = data_files_in(metadata, path=f"{place.url}/{METADATA}").keys()
+        try:
+            named = set(data_files_in(metadata, path=f"{place.url}/{METADATA}"))
+        except IntegrityError:
+            named = doomed  # nobody knows which are used: all stay, and the step may be chosen again
         doomed = {name for name in doomed - named if _belongs_to_one_save(name)}
     place.delete([name for name in sorted(doomed) if _is_from_before(place, name, began_ns)])
     gone = [mark]
